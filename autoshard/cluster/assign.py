@@ -64,8 +64,8 @@ def assign_ranks(
         moves = min(_MOVES_PER_DEVICE * links.devices, _MOST_MOVES)
     if moves < 0:
         raise UsageError(f"the number of moves is {moves}", hint="give 0 or more")
-    found = _anneal(mesh, cost, start, moves, np.random.default_rng(seed), np.array(kinds))
-    best = min((identity, found), key=cost.of)
+    order = _anneal(mesh, cost, start, moves, np.random.default_rng(seed), np.array(kinds))
+    best = min((identity, order), key=cost.of)
     return RankOrder(tuple(int(device) for device in best[: mesh.world_size]))
 
 
@@ -128,8 +128,8 @@ class _Cost:
         return axis.weight * pairs.max(axis=1)
 
     def of(self, order: _Index) -> tuple[float, float]:
-        found = [self.groups(axis, order) for axis in self.axes]
-        return sum(float(g.max()) for g in found), sum(float(g.mean()) for g in found)
+        groups = [self.groups(axis, order) for axis in self.axes]
+        return sum(float(g.max()) for g in groups), sum(float(g.mean()) for g in groups)
 
 
 def _rings(mesh: Mesh, axis: int, weight: float) -> _Rings:

@@ -37,14 +37,14 @@ class Host:
 
 def bounding_host(hosts: Sequence[Host | None]) -> Host | None:
     """The host that is as slow and as small as the worst of these; None if one of them is not known."""
-    known = [host for host in hosts if host is not None]
-    if not known or len(known) < len(hosts):
+    hosts_ = [host for host in hosts if host is not None]
+    if not hosts_ or len(hosts_) < len(hosts):
         return None
-    most = max(host.devices for host in known)
+    most = max(host.devices for host in hosts_)
     return Host(
-        min(host.bandwidth for host in known),
-        max(host.latency for host in known),
-        int(min(host.memory_bytes / host.devices for host in known) * most),
-        min(host.memory_bandwidth / host.devices for host in known) * most,
+        min(host.bandwidth for host in hosts_),
+        max(host.latency for host in hosts_),
+        int(min(host.memory_bytes / host.devices for host in hosts_) * most),
+        min(host.memory_bandwidth / host.devices for host in hosts_) * most,
         most,
     )

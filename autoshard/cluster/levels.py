@@ -19,7 +19,7 @@ def levels_of(cluster: Cluster, mesh: Mesh, axis: str) -> tuple[tuple[str, int],
     if used.groups or used.links is not None:
         return ()
     size, stride = mesh.sizes[mesh.index(axis)], mesh.stride(axis)
-    found: list[tuple[str, int]] = []
+    levels: list[tuple[str, int]] = []
     below = 1
     for level in used.levels:
         inside = size if level.size is None else min(size, level.size // stride)
@@ -29,6 +29,6 @@ def levels_of(cluster: Cluster, mesh: Mesh, axis: str) -> tuple[tuple[str, int],
             continue
         if inside % below or size % inside or (inside < size and (size * stride) % (inside * stride)):
             return ()
-        found.append((f"{axis}_{re.sub('[^a-zA-Z0-9_]', '_', level.name)}", inside // below))
+        levels.append((f"{axis}_{re.sub('[^a-zA-Z0-9_]', '_', level.name)}", inside // below))
         below = inside
-    return tuple(reversed(found)) if len(found) > 1 and below == size else ()
+    return tuple(reversed(levels)) if len(levels) > 1 and below == size else ()

@@ -97,18 +97,18 @@ def matrix_of(rows: Sequence[Sequence[float]], *, where: str) -> Matrix:
 
 
 def _checked(matrix: Matrix, what: str) -> Matrix:
-    found = np.array(matrix, dtype=np.float64)
-    if found.ndim != 2 or found.shape[0] != found.shape[1]:
-        shape = " x ".join(map(str, found.shape))
+    values = np.array(matrix, dtype=np.float64)
+    if values.ndim != 2 or values.shape[0] != values.shape[1]:
+        shape = " x ".join(map(str, values.shape))
         raise UsageError(f"{what} is {shape}", why="it has one row and one column per device")
-    if np.any(np.diagonal(found) != 0):
-        at = int(np.flatnonzero(np.diagonal(found) != 0)[0])
-        raise UsageError(f"{what} is {found[at, at]:g} at device {at} itself", why="the diagonal must be 0")
+    if np.any(np.diagonal(values) != 0):
+        at = int(np.flatnonzero(np.diagonal(values) != 0)[0])
+        raise UsageError(f"{what} is {values[at, at]:g} at device {at} itself", why="the diagonal must be 0")
     with np.errstate(invalid="ignore"):
-        wrong = ~(np.isfinite(found) & (found > 0)) & ~np.eye(len(found), dtype=np.bool_)
+        wrong = ~(np.isfinite(values) & (values > 0)) & ~np.eye(len(values), dtype=np.bool_)
     if np.any(wrong):
         row, column = (int(index) for index in np.argwhere(wrong)[0])
         why = "off the diagonal, it must be a finite number above 0"
-        raise UsageError(f"{what} is {found[row, column]:g} from device {row} to {column}", why=why)
-    found.setflags(write=False)
-    return found
+        raise UsageError(f"{what} is {values[row, column]:g} from device {row} to {column}", why=why)
+    values.setflags(write=False)
+    return values

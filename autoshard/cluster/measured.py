@@ -39,8 +39,8 @@ class CollectiveTimings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     def at(self, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds: between two sizes by a power of the bytes; below the smallest as long as that; above the
         largest at the rate between the last two."""
-        known, times = np.array(self.nbytes, dtype=np.float64), np.array(self.seconds)
-        inside = np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), np.log(known), np.log(times)))
-        slope = max(0.0, float((times[-1] - times[-2]) / (known[-1] - known[-2])))
-        beyond = times[-1] + slope * (nbytes - known[-1])
-        return np.where(nbytes > known[-1], beyond, inside)
+        nbytes_, times = np.array(self.nbytes, dtype=np.float64), np.array(self.seconds)
+        inside = np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), np.log(nbytes_), np.log(times)))
+        slope = max(0.0, float((times[-1] - times[-2]) / (nbytes_[-1] - nbytes_[-2])))
+        beyond = times[-1] + slope * (nbytes - nbytes_[-1])
+        return np.where(nbytes > nbytes_[-1], beyond, inside)

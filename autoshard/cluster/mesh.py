@@ -113,11 +113,11 @@ class Mesh:
         if not 0 <= rank < self.world_size:
             why = f"ranks are 0 to {self.world_size - 1}"
             raise UsageError(f"there is no rank {rank}", where=str(self), why=why)
-        found: list[int] = []
+        coords: list[int] = []
         for size in reversed(self.sizes):
             rank, coordinate = divmod(rank, size)
-            found.append(coordinate)
-        return tuple(reversed(found))
+            coords.append(coordinate)
+        return tuple(reversed(coords))
 
     def rank(self, coords: Sequence[int]) -> int:
         """The rank at these coordinates, one per axis."""
@@ -200,7 +200,7 @@ def mesh_candidates(cluster: Cluster, world_size: int, widest_tp: int | None = N
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive integer, ascending; by its prime factors."""
-    found, prime = [1], 2
+    divisors_, prime = [1], 2
     while number > 1:
         if prime * prime > number:
             prime = number
@@ -208,9 +208,9 @@ def divisors(number: int) -> list[int]:
         while number % prime == 0:
             number //= prime
             powers.append(powers[-1] * prime)
-        found = [divisor * power for divisor in found for power in powers]
+        divisors_ = [divisor * power for divisor in divisors_ for power in powers]
         prime += 1
-    return sorted(found)
+    return sorted(divisors_)
 
 
 def _node(cluster: Cluster, world_size: int) -> int:

@@ -68,15 +68,15 @@ def write_all(texts: Mapping[Path, str]) -> None:
 
 def _figures(value: Any, sources: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """The fields of a dataclass, but for those that are left at what they are by default without a source."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for each in fields(value):
         given = getattr(value, each.name)
         plain = each.default if each.default_factory is MISSING else each.default_factory()
         if each.name in sources or given != plain:
-            found[each.name] = (
+            figures[each.name] = (
                 _figures(given) if is_dataclass(given) else msgspec.to_builtins(given, enc_hook=float)
             )
-    return {**found, "source": dict(sources)}
+    return {**figures, "source": dict(sources)}
 
 
 def _lines(table: Mapping[str, Any], head: str = "") -> Iterator[str]:

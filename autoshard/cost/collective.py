@@ -45,8 +45,8 @@ def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
     if timed is None and not isinstance(nbytes, np.ndarray):
         return formula(float(nbytes), link) if nbytes > 0 and link.size > 1 else 0.0
     n = np.asarray(nbytes, dtype=np.float64)
-    found = formula(n, link) if timed is None else timed(n)
-    result = np.where(n > 0, found, 0.0) if link.size > 1 else np.zeros_like(n)
+    seconds_ = formula(n, link) if timed is None else timed(n)
+    result = np.where(n > 0, seconds_, 0.0) if link.size > 1 else np.zeros_like(n)
     return result if isinstance(nbytes, np.ndarray) else float(result)
 
 

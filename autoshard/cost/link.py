@@ -111,16 +111,16 @@ def _in_closed_form(cluster: Cluster, mesh: Mesh, axis: int) -> list[list[_Cross
     """The levels crossed, by group of the cluster; None where groups of the axis do not lie alike."""
     size, stride, world = mesh.sizes[axis], mesh.stride(axis), mesh.world_size
     if not cluster.groups:
-        found = _levels_crossed(cluster.levels, size, stride, world)
-        return None if found is None else [found]
+        crossed = _levels_crossed(cluster.levels, size, stride, world)
+        return None if crossed is None else [crossed]
     used = cluster.used_by(world)
     if not used.groups:
         return _in_closed_form(used, mesh, axis)
     if any(start % (size * stride) for start in used.starts):
         return None
     parts = [_levels_crossed(g.levels, size, stride, g.devices or world) for g in used.groups]
-    known = [part for part in parts if part is not None]
-    return known if len(known) == len(parts) else None
+    counts = [part for part in parts if part is not None]
+    return counts if len(counts) == len(parts) else None
 
 
 def _levels_crossed(levels: tuple[Level, ...], size: int, stride: int, world: int) -> list[_Crossed] | None:
@@ -177,7 +177,7 @@ def _by_rows(cluster: Cluster, world: int, rows: _Ranks, *, ordered: bool) -> li
             inside = np.where(group == number, rows - start, -1)  # -1: a device elsewhere
             parts.append((inside, each.levels, inside))
         parts.append((group, cluster.levels, rows))
-    found = []
+    counts = []
     for innermost, levels, devices in parts:
         crossed: list[_Crossed] = []
         below = innermost
@@ -188,8 +188,8 @@ def _by_rows(cluster: Cluster, world: int, rows: _Ranks, *, ordered: bool) -> li
             if bandwidth is not None:
                 crossed.append(_Crossed(level, bandwidth, _fewest_together(below, ordered)))
             below = above
-        found.append(crossed)
-    return found
+        counts.append(crossed)
+    return counts
 
 
 def _crossing(cluster: Cluster, level: Level, below: _Ranks, above: _Ranks, rows: _Ranks) -> float | None:

@@ -59,18 +59,18 @@ class CostModel:
         if rule.kind == "view" or not states:
             return np.zeros(len(states))
         # a result is there in all states or in none
-        made = [
+        products = [
             (number, type_)
             for number, (type_, layout) in enumerate(zip(outs, states[0].outputs, strict=True))
             if type_ is not None and layout is not None
         ]
-        dtype = next((type_.dtype for _, type_ in made if type_.is_float), "f32")
+        dtype = next((type_.dtype for _, type_ in products if type_.is_float), "f32")
         moved = np.zeros(len(states))
         for number, type_ in enumerate(ins):
             times = grow[number] if grow else 1.0
             moved += times * self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
         sums = np.zeros(len(states))  # how many there are, in results with rows and columns
-        for number, type_ in made:
+        for number, type_ in products:
             times = grow[len(ins) + number] if grow else 1.0
             written = times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
             moved += written
@@ -109,10 +109,10 @@ class CostModel:
         Waves of tiles are left out, and so are edges of rows that hold the batch: with more sequences nothing
         may take less.
         """
-        known: dict[tuple[Layout | None, ...], float] = {}
+        cache: dict[tuple[Layout | None, ...], float] = {}
         for state in states:
             layouts = tuple(state.inputs[-2:])
-            if layouts not in known:
+            if layouts not in cache:
                 (*many, rows, depth), (*_, columns) = (
                     held_shape(type_.shape, layout, sizes)
                     for type_, layout in zip(factors, layouts, strict=True)
@@ -120,8 +120,8 @@ class CostModel:
                 batch = prod(many)
                 aligned = aligned_rate(batch, rows, columns, depth, dtype, self.device, turned=turned)
                 edges = edge_rate(rows if turned[0] or batch > 1 else inf, columns, self.device)
-                known[layouts] = aligned * edges * filled(longer * depth, dtype, self.device, aligned)
-        return np.array([known[tuple(state.inputs[-2:])] for state in states])
+                cache[layouts] = aligned * edges * filled(longer * depth, dtype, self.device, aligned)
+        return np.array([cache[tuple(state.inputs[-2:])] for state in states])
 
     def _all_bytes(
         self, type_: TensorType, layouts: Sequence[Layout | None], sizes: Sequence[int]

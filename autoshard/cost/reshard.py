@@ -168,9 +168,9 @@ class ReshardCost:
         share: of messages with other values. The ways are those that are cheapest for the value alone.
         scale: the value is as many times as large.
         """
-        per_axis = tuple(tuple(dict.fromkeys([R, *placed])) for placed in zip(*layouts, strict=True)) or (
-            (R,),
-        ) * len(self.sizes)
+        per_axis = tuple(
+            tuple(dict.fromkeys([R, *placements])) for placements in zip(*layouts, strict=True)
+        ) or ((R,),) * len(self.sizes)
         return self._known(type_, per_axis, share, scale)
 
     def _known(self, type_: TensorType, per_axis: PerAxis, share: Share, scale: float) -> ReshardTable:
@@ -247,8 +247,8 @@ class ReshardCost:
     def _price(self, kind: StepKind, axis: int, whole: float, source: Placement, target: Placement) -> float:
         """Seconds of a step; whole: bytes on a rank if the axis splits nothing."""
         time, copy = self._prices(kind, axis, whole)
-        for placed in (source, target):
-            if _is_copied(placed):
+        for layout in (source, target):
+            if _is_copied(layout):
                 time += copy
         return time
 
@@ -268,6 +268,6 @@ class ReshardCost:
         return time, 2 * nbytes / self.memory_bandwidth
 
 
-def _is_copied(placed: Placement) -> bool:
+def _is_copied(placement: Placement) -> bool:
     """Whether what a collective takes or gives lies otherwise in memory than the tensor does."""
-    return isinstance(placed, Shard) and (placed.dim > 0 or placed.outer > 1 or placed.inner > 1)
+    return isinstance(placement, Shard) and (placement.dim > 0 or placement.outer > 1 or placement.inner > 1)

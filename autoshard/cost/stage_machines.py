@@ -53,19 +53,19 @@ def stage_machines(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[StageMach
     used = cluster.used_by(ranks * inner.world_size)
     if not used.groups:
         return ()
-    known: dict[object, StageMachine] = {}
-    found: list[StageMachine] = []
+    cache: dict[object, StageMachine] = {}
+    machines: list[StageMachine] = []
     for block in _blocks(used, inner.world_size, ranks):
         inside = tuple(dict.fromkeys(_groups_of(used, block)))
         whole = _is_aligned(used, inside, inner.world_size)
         key = inside if whole else block
-        if key not in known:
+        if key not in cache:
             device = bounding([used.groups[k].device for k in inside])
             links = bound.links if used.links is not None else _links(used, inside, inner, block, whole)
-            known[key] = StageMachine(device, links)
-        found.append(known[key])
-    distinct = list(dict.fromkeys(found))
-    return () if distinct == [bound] else tuple(found)
+            cache[key] = StageMachine(device, links)
+        machines.append(cache[key])
+    distinct = list(dict.fromkeys(machines))
+    return () if distinct == [bound] else tuple(machines)
 
 
 def boundary_links(cluster: Cluster, inner_world: int, ranks: int) -> tuple[AxisLink, ...]:
@@ -102,13 +102,13 @@ def inner_candidates(cluster: Cluster, inner_world: int, ranks: int) -> list[Mes
     if not pipelines_fit(cluster, inner_world, ranks):
         return []
     parts = {tuple(dict.fromkeys(_groups_of(used, b))): b for b in _blocks(used, inner_world, ranks)}
-    found: list[Mesh] | None = None
+    candidates: list[Mesh] | None = None
     for inside in parts:
         groups = [used.groups[k] for k in inside]
         part = groups[0] if len(groups) == 1 else Cluster.joined(used.name, groups, used.levels[-1:])
         fine = mesh_candidates(part, inner_world)
-        found = fine if found is None else [m for m in found if m in fine]
-    return found or []
+        candidates = fine if candidates is None else [m for m in candidates if m in fine]
+    return candidates or []
 
 
 def across_nodes(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[AxisLink, ...]:
@@ -116,21 +116,21 @@ def across_nodes(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[AxisLink, .
     first ranks of the cluster would have; () where none has."""
     alone, bound = bounding_machine(cluster, inner, 1), bounding_machine(cluster, inner, ranks)
     inside = [k for k, axis in enumerate(inner.axes) if not axis.meaning.splits_batch]
-    found = tuple(bound.links[k] for k in inside)
-    return () if found == tuple(alone.links[k] for k in inside) else found
+    links = tuple(bound.links[k] for k in inside)
+    return () if links == tuple(alone.links[k] for k in inside) else links
 
 
 def limits(bound: StageMachine, machines: Sequence[StageMachine], inner: Mesh) -> tuple[float, ...]:
     """How many times as fast as what bounds all each machine computes and sends activations at most, () if
     none is faster. inner: the mesh of a pipeline rank, whose data ranks send no activations."""
-    known: dict[StageMachine, float] = {}
+    cache: dict[StageMachine, float] = {}
     for machine in machines:
-        if machine not in known:
+        if machine not in cache:
             links = zip(inner.axes, bound.links, machine.links, strict=True)
             inside = [_sooner(a, b) for axis, a, b in links if not axis.meaning.splits_batch]
-            known[machine] = max([_faster(bound.device, machine.device), *inside])
-    found = tuple(known[machine] for machine in machines)
-    return () if set(found) == {1.0} else found
+            cache[machine] = max([_faster(bound.device, machine.device), *inside])
+    limits_ = tuple(cache[machine] for machine in machines)
+    return () if set(limits_) == {1.0} else limits_
 
 
 def rooms(cluster: Cluster, machines: Sequence[StageMachine], budget: float) -> tuple[float, ...]:
@@ -138,8 +138,8 @@ def rooms(cluster: Cluster, machines: Sequence[StageMachine], budget: float) -> 
     offer, others have more. () where all may hold as much."""
     if budget != usable_memory(cluster.device):
         return ()
-    found = tuple(float(usable_memory(machine.device)) for machine in machines)
-    return () if set(found) == {budget} else found
+    capacities = tuple(float(usable_memory(machine.device)) for machine in machines)
+    return () if set(capacities) == {budget} else capacities
 
 
 def _blocks(cluster: Cluster, inner_world: int, ranks: int) -> list[tuple[int, ...]]:

@@ -115,23 +115,23 @@ class Exposure:
     last: float = 1.0
 
 
-def step_time(sums: StepSums, how: Overlap) -> StepTime:
+def step_time(sums: StepSums, overlap: Overlap) -> StepTime:
     """Seconds of a step: m (work + talk), what communication is exposed, and the update.
 
     Of the parameter collectives c beside computing w of the same phase, ``c - share * min(c, w)`` is exposed,
     as in a simulated step (`simulate.streams`).
     """
-    compute, exposed, hidden = _spent(sums, how)
-    p = how.stages
-    bubble = bubble_seconds(sums, p, how.filling, how.hops)
+    compute, exposed, hidden = _spent(sums, overlap)
+    p = overlap.stages
+    bubble = bubble_seconds(sums, p, overlap.filling, overlap.hops)
     total = (compute + exposed + sums.update) / p + bubble
     return StepTime(total, compute / p, exposed / p, hidden / p, sums.update / p, bubble)
 
 
-def busy_seconds(sums: StepSums, how: Overlap) -> float:
+def busy_seconds(sums: StepSums, overlap: Overlap) -> float:
     """Of a step, but for its bubble: however long a rank waits for others, it is busy as long."""
-    compute, exposed, _ = _spent(sums, how)
-    return (compute + exposed + sums.update) / how.stages
+    compute, exposed, _ = _spent(sums, overlap)
+    return (compute + exposed + sums.update) / overlap.stages
 
 
 def bubble_seconds(sums: StepSums, stages: float, filling: float, hops: float) -> float:
@@ -139,22 +139,22 @@ def bubble_seconds(sums: StepSums, stages: float, filling: float, hops: float) -
     return filling * sums.microbatch / stages + hops
 
 
-def _spent(sums: StepSums, how: Overlap) -> tuple[float, float, float]:
+def _spent(sums: StepSums, overlap: Overlap) -> tuple[float, float, float]:
     """(computing, communication that nothing hides, communication that computing hides) of all ranks."""
-    m, others = how.microbatches, how.microbatches - 1
-    ahead, behind, first, last = _windows(sums, how)
+    m, others = overlap.microbatches, overlap.microbatches - 1
+    ahead, behind, first, last = _windows(sums, overlap)
     compute = m * (sums.work_forward + sums.work_backward)
     talk = m * (sums.talk_forward + sums.talk_backward)
     moved = others * (ahead[0] + behind[0]) + first[0] + last[0]
     both = others * (min(ahead) + min(behind)) + min(first) + min(last)
-    bare = moved - how.share * both
-    edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
+    bare = moved - overlap.share * both
+    edges = overlap.edge / (1 - overlap.edge) * moved if overlap.edge < 1 else 0.0
     return compute, talk + bare + sums.once + edges, moved - bare
 
 
-def exposure_of(sums: StepSums, how: Overlap) -> Exposure:
+def exposure_of(sums: StepSums, overlap: Overlap) -> Exposure:
     """Which overlaps are bound by communication at these sums."""
-    forward, backward, first, last = (float(comm > work) for comm, work in _windows(sums, how))
+    forward, backward, first, last = (float(comm > work) for comm, work in _windows(sums, overlap))
     return Exposure(forward, backward, first, last)
 
 
@@ -163,9 +163,9 @@ def between(a: Exposure, b: Exposure) -> Exposure:
     return Exposure(*((getattr(a, f.name) + getattr(b, f.name)) / 2 for f in fields(Exposure)))
 
 
-def _windows(sums: StepSums, how: Overlap) -> tuple[tuple[float, float], ...]:
+def _windows(sums: StepSums, overlap: Overlap) -> tuple[tuple[float, float], ...]:
     """(collectives, computing beside them) of forward, backward, first forward, last backward."""
-    inner = 1 - how.edge
+    inner = 1 - overlap.edge
     ahead = inner * sums.gather_forward
     behind = inner * (sums.gather_backward + sums.reduce)
     return (
@@ -176,29 +176,29 @@ def _windows(sums: StepSums, how: Overlap) -> tuple[tuple[float, float], ...]:
     )
 
 
-def weights(how: Overlap, bound: Exposure) -> StepSums:
+def weights(overlap: Overlap, bound: Exposure) -> StepSums:
     """The step as a weighted sum, with what is exposed of collectives c beside computing w replaced by
     ``bound * (c - share * w) + (1 - bound) * (1 - share) * c``.
 
     For any exposure in [0, 1] that is at most the step itself, which has the larger of the two, so the least
     weighted sum is a lower bound; it is equal to the step where the exposure is right (`exposure_of`).
     """
-    m, others, inner = how.microbatches, how.microbatches - 1, 1 - how.edge
-    share, slow = how.share, 1 - how.share
+    m, others, inner = overlap.microbatches, overlap.microbatches - 1, 1 - overlap.edge
+    share, slow = overlap.share, 1 - overlap.share
     forward = others * bound.forward + bound.first
     backward = others * bound.backward + bound.last
-    run, p = m + how.filling, how.stages
+    run, p = m + overlap.filling, overlap.stages
     ahead, behind = m * slow + share * forward, m * slow + share * backward
     return StepSums(
         work_forward=(run - share * forward) / p,
         work_backward=(run - share * backward) / p,
         talk_forward=run / p,
         talk_backward=run / p,
-        gather_forward=(m * how.edge + inner * ahead) / p,
-        gather_backward=(m * how.edge + inner * behind) / p,
-        reduce=(m * how.edge + inner * behind) / p,
-        first=(how.edge + inner * (slow + share * bound.first)) / p,
-        last=(how.edge + inner * (slow + share * bound.last)) / p,
+        gather_forward=(m * overlap.edge + inner * ahead) / p,
+        gather_backward=(m * overlap.edge + inner * behind) / p,
+        reduce=(m * overlap.edge + inner * behind) / p,
+        first=(overlap.edge + inner * (slow + share * bound.first)) / p,
+        last=(overlap.edge + inner * (slow + share * bound.last)) / p,
         update=1.0 / p,
         once=1.0 / p,
     )

@@ -66,10 +66,10 @@ def lower_plan(
     """
     passes = replace(passes, offload=passes.offload or plan.offload)
     cluster = laid_for(plan, cluster)
-    how = replace(lowering_of(plan, analysis.flow, analysis, cluster, passes), terms=terms)
+    lowering = replace(lowering_of(plan, analysis.flow, analysis, cluster, passes), terms=terms)
 
     def build(way: HierarchyOption) -> Program:
-        laid = _laid_out(how, way, cluster, passes)
+        laid = _laid_out(lowering, way, cluster, passes)
 
         def stored(share: float) -> Program:
             hosting = laid.hosting and replace(laid.hosting, share=share)

@@ -276,9 +276,9 @@ class MemoryFitter:
         except InfeasibleError:
             other = staging
         if other.seconds <= (1 + _NEAR) * staging.seconds and other.pipeline != staging.pipeline:
-            found = self.peak(tried, other)
-            if found.over <= 0:
-                return other, found
+            after = self.peak(tried, other)
+            if after.over <= 0:
+                return other, after
         cutting.spare(0.0)
         return staging, peak
 

@@ -248,8 +248,8 @@ def plan_analysed(
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
-    request: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
-    is decided. offload: what lives in host memory, for which the cluster must know its host. reasons: False
+    request: of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline is decided.
+    offload: what lives in host memory, for which the cluster must know its host. reasons: False
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
     a search over more meshes found, if these are what it led to.
     """

@@ -22,7 +22,7 @@ def step_terms(
     """What adds up over the microbatches of a model.
 
     source: what to capture again; None for a plan that was made of an analysis, without the model: its losses
-    are averaged (`plan` and `compile` always know the model). analysis, micro: captured already, micro with the
+    are averaged (`plan` and `compile` have the model). analysis, micro: captured already, micro with the
     batch of a microbatch.
     """
     loss = trained_output(micro.folded)

@@ -68,7 +68,8 @@ def held_text(resident: ResidentBytes) -> str:
     """A sum of bytes, with its terms."""
     return (
         f"parameters {bytes_text(resident.parameters)} + gradients {bytes_text(resident.gradients)} + "
-        f"optimizer {bytes_text(resident.optimizer)} + saved for backward {bytes_text(resident.activations)} = "
+        f"optimizer {bytes_text(resident.optimizer)} + "
+        f"saved for backward {bytes_text(resident.activations)} = "
         f"{bytes_text(resident.total)}"
     )
 

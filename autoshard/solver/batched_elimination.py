@@ -90,15 +90,15 @@ def _message(total: Array, parts: list[Array], sizes: Sequence[int]) -> Array:
             total = total + part
         return np.asarray(np.minimum.reduce(total))
     shape = (*sizes, total.shape[-1])
-    least, made = np.empty(shape, total.dtype), np.empty(shape, total.dtype)
+    least, argmin = np.empty(shape, total.dtype), np.empty(shape, total.dtype)
     for state in range(len(total)):
-        into = made if state else least
+        into = argmin if state else least
         before = total[state]
         for part in parts[:-1]:
             before = before + part[state]
         np.add(before, parts[-1][state], out=into)
         if state:
-            np.minimum(least, made, out=least)
+            np.minimum(least, argmin, out=least)
     return least
 
 

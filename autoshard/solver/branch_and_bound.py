@@ -118,7 +118,7 @@ def depth_first(
     path = order.variables[::-1]
     timed = max(c for c, criterion in enumerate(criteria) if criterion.follow)
     states = [0] * len(path)
-    found: list[int] | None = None
+    incumbent: list[int] | None = None
     start = np.array([c.bounds.value + c.offset for c in criteria])
     if not path:
         return Branched([], 0.0, 0.0, True)
@@ -127,7 +127,7 @@ def depth_first(
     while stack:
         if nodes is not None and looked >= nodes:
             bound = min((_open_bound(f, criteria) for f in stack), default=np.inf)
-            return Branched(found, best, min(best, bound), False)
+            return Branched(incumbent, best, min(best, bound), False)
         frame = stack[-1]
         if not frame.states:
             stack.pop()
@@ -138,10 +138,10 @@ def depth_first(
         looked += 1
         states[path[len(stack) - 1]] = s
         if len(stack) == len(path):
-            best, found = float(bounds[timed]), list(states)
+            best, incumbent = float(bounds[timed]), list(states)
         else:
             stack.append(_expand(path[len(stack)], states, bounds, criteria, best))
-    return Branched(found, best, best, True)
+    return Branched(incumbent, best, best, True)
 
 
 def _open(bounds: Array, criteria: Sequence[Criterion], best: float) -> bool:

@@ -107,15 +107,15 @@ def minimise_within(
     they found at prices. Raises InfeasibleNetwork, with states in the original numbering, when nothing fits.
     """
     meter = Meter(net)
-    known = None if begun is None else begun.get(budget)
-    if known is None or not _repeats(order, known.dual, limits):
+    cached = None if begun is None else begun.get(budget)
+    if cached is None or not _repeats(order, cached.dual, limits):
         started = _begin(net, meter, order, budget, limits, priced or Priced())
         if isinstance(started, Budgeted):
             return started
-        known = started
-        if begun is not None and _repeats(order, known.dual, limits):
-            begun[budget] = known
-    dual, best = known.dual, known.best
+        cached = started
+        if begun is not None and _repeats(order, cached.dual, limits):
+            begun[budget] = cached
+    dual, best = cached.dual, cached.best
     if _closed(best.seconds, dual.lower_bound):
         return Budgeted(best.states, best.seconds, dual.method, dual.steps, dual.lam)
     if not (limits.pareto or limits.nodes or limits.milp):
@@ -162,10 +162,10 @@ def least_memory(net: Residual, meter: Meter, budget: float, limits: Limits) -> 
     # most variables forbid nothing to others: each of them chooses alone
     chosen = [0 if row else int(u.argmin()) for u, row in zip(memory.unary, memory.rows, strict=True)]
     tied = [i for i, row in enumerate(memory.rows) if row]
-    found = minimise_pruned(memory.only(tied), limits)
-    assert found.states is not None
-    lower = found.lower_bound
-    for i, state in zip(tied, found.states, strict=True):
+    answer = minimise_pruned(memory.only(tied), limits)
+    assert answer.states is not None
+    lower = answer.lower_bound
+    for i, state in zip(tied, answer.states, strict=True):
         chosen[i] = state
     lower += sum(u.item(s) for u, s, row in zip(memory.unary, chosen, memory.rows, strict=True) if not row)
     held = meter.of(chosen)[1]
@@ -203,12 +203,12 @@ def _search_multiplier(
     while steps < limits.steps and lean.seconds > fast.seconds:
         trial = (lean.seconds - fast.seconds) / (fast.held - lean.held)
         steps, trials = steps + 1, (*trials, trial)
-        found = priced.at(limits, trials, lambda lam, like: _at(net, elimination, like, lam, limits))
-        assert found.states is not None
-        method = found.method
-        if found.lower_bound - trial * budget > lower:
-            lam, lower = trial, found.lower_bound - trial * budget
-        new = _point(meter, found.states)
+        answer = priced.at(limits, trials, lambda lam, like: _at(net, elimination, like, lam, limits))
+        assert answer.states is not None
+        method = answer.method
+        if answer.lower_bound - trial * budget > lower:
+            lam, lower = trial, answer.lower_bound - trial * budget
+        new = _point(meter, answer.states)
         line = lean.seconds + trial * lean.held
         if new.seconds + trial * new.held >= line - ROUNDING * 1e-2 * abs(line):
             break

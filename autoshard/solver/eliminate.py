@@ -155,10 +155,10 @@ class Elimination:
 
     def marginals(self, unary: Sequence[Array] | None = None) -> list[Array]:
         """Per variable and state, the least total cost of any assignment that has it. [k_v] each."""
-        found: list[Array] = [np.empty(0)] * len(self.order.later)
+        marginals: list[Array] = [np.empty(0)] * len(self.order.later)
         for v, belief, _ in self.calibrate(unary):
-            found[v] = belief.reshape(len(belief), -1).min(axis=1)
-        return found
+            marginals[v] = belief.reshape(len(belief), -1).min(axis=1)
+        return marginals
 
 
 def bucket(
@@ -203,13 +203,13 @@ def _message(
         if first.size * second.shape[1] <= _CHUNK:
             pair = (unary[:, None] + first)[:, :, None] + second[:, None, :]
             return np.asarray(np.minimum.reduce(pair))
-    known = {w: table.shape[1] for w, table in edges.items()}
+    domain = {w: table.shape[1] for w, table in edges.items()}
     for scope, table in higher:
-        known.update(zip(scope[1:], table.shape[1:], strict=True))
-    cells = len(unary) * prod(known.values())
+        domain.update(zip(scope[1:], table.shape[1:], strict=True))
+    cells = len(unary) * prod(domain.values())
     if cells <= _CHUNK:
         return np.asarray(np.minimum.reduce(bucket(v, near, unary, edges, higher)))
-    sizes = [known[w] for w in near]
+    sizes = [domain[w] for w in near]
     message = np.empty(sizes)
     step = max(1, _CHUNK * sizes[0] // cells)
     for at in range(0, sizes[0], step):
@@ -241,13 +241,13 @@ class _Belief:
     table: Array
     known: dict[tuple[int, ...], Array]
 
-    def over(self, wanted: tuple[int, ...]) -> Array:
+    def over(self, scope: tuple[int, ...]) -> Array:
         """Minimised over the variables that are not wanted; those below often want the same."""
-        if len(wanted) == len(self.scope):
+        if len(scope) == len(self.scope):
             return self.table
-        found = self.known.get(wanted)
-        if found is None:
-            inside = set(wanted)
+        message = self.known.get(scope)
+        if message is None:
+            inside = set(scope)
             apart = tuple(a for a, w in enumerate(self.scope) if w not in inside)
-            found = self.known[wanted] = np.asarray(self.table.min(axis=apart))
-        return found
+            message = self.known[scope] = np.asarray(self.table.min(axis=apart))
+        return message

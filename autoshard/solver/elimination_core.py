@@ -65,23 +65,23 @@ class Core:
                     rows[a][b], rows[b][a] = both, np.ascontiguousarray(both.T)
             todo.extend(w for w in row if len(rows[w]) <= _FEW)
         numbers = tuple(left)
-        made = Residual()
-        made.unary, made.rows = unary, rows
-        made.memory, made.kept = [np.zeros(len(u)) for u in unary], [np.arange(len(u)) for u in unary]
+        residual = Residual()
+        residual.unary, residual.rows = unary, rows
+        residual.memory, residual.kept = [np.zeros(len(u)) for u in unary], [np.arange(len(u)) for u in unary]
         edges = ((v, w, table) for v in numbers for w, table in rows[v].items() if v < w)
-        made.hard = {(v, w) for v, w, table in edges if not np.isfinite(table).all()}
-        return Core(made.only(numbers), numbers, seconds, tuple(reversed(gone)))
+        residual.hard = {(v, w) for v, w, table in edges if not np.isfinite(table).all()}
+        return Core(residual.only(numbers), numbers, seconds, tuple(reversed(gone)))
 
     def whole(self, states: Sequence[int]) -> list[int]:
         """States of all variables, given those of the core: the others as is best for them."""
-        found = [0] * (len(self.numbers) + len(self.gone))
+        full = [0] * (len(self.numbers) + len(self.gone))
         for v, s in zip(self.numbers, states, strict=True):
-            found[v] = s
+            full[v] = s
         for v, cost, row in self.gone:
             for w, table in row.items():
-                cost = cost + table[:, found[w]]
-            found[v] = int(cost.argmin())
-        return found
+                cost = cost + table[:, full[w]]
+            full[v] = int(cost.argmin())
+        return full
 
 
 def _joint(row: dict[int, Array]) -> int:

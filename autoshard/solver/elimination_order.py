@@ -55,8 +55,8 @@ class _Rule:
     def weights(self, sizes: Sequence[int]) -> list[int]:
         if self.power is None:
             return []
-        known = {size: round(log(size) ** self.power / _STEP) if size > 1 else 0 for size in set(sizes)}
-        return [known[size] for size in sizes]
+        weights = {size: round(log(size) ** self.power / _STEP) if size > 1 else 0 for size in set(sizes)}
+        return [weights[size] for size in sizes]
 
 
 #: an edge makes tables larger by the product of the states of its ends
@@ -115,11 +115,11 @@ class Familiar:
         self, numbers: Sequence[int], sizes: Sequence[int], neighbours: Sequence[Collection[int]]
     ) -> Order:
         """An order of a network, found anew if need be. numbers: of its variables."""
-        found = self._along(numbers, sizes, neighbours)
-        if found is None:
-            found = find_order(sizes, neighbours)
-            self._sequence, self._total = tuple([numbers[v] for v in found.variables]), found.total
-        return found
+        order = self._along(numbers, sizes, neighbours)
+        if order is None:
+            order = find_order(sizes, neighbours)
+            self._sequence, self._total = tuple([numbers[v] for v in order.variables]), order.total
+        return order
 
     def _along(
         self, numbers: Sequence[int], sizes: Sequence[int], neighbours: Sequence[Collection[int]]
@@ -131,11 +131,11 @@ class Familiar:
         variables = sorted(range(len(numbers)), key=lambda v: at.get(numbers[v], -1))
         graph = [set(n) for n in neighbours]
         around: list[set[int]] = [set()] * len(graph)
-        room = max(_LARGER * self._total, _ENOUGH * len(graph))
+        limit = max(_LARGER * self._total, _ENOUGH * len(graph))
         for v in variables:
             around[v] = graph[v]
-            room -= sizes[v] * prod([sizes[w] for w in graph[v]])
-            if room < 0:
+            limit -= sizes[v] * prod([sizes[w] for w in graph[v]])
+            if limit < 0:
                 return None
             _remove(v, graph, wide=False)
         return _finish(sizes, variables, around)
@@ -157,19 +157,19 @@ def order_beside(
     graph = [set(n) for n in neighbours]
     held: dict[int, None] = {}
     around: list[set[int]] = [set()] * len(graph)
-    room = total
+    budget = total
     for v in order.variables:
         while v not in held:
             near = graph[v]
             table = sizes[v] * prod([sizes[w] for w in near])
-            if near and table > min(largest, room // _SHARE):
+            if near and table > min(largest, budget // _SHARE):
                 most = max((v, *near), key=lambda w: (len(graph[w]) * eagerness[w], w))
                 held[most] = None
                 for w in graph[most]:
                     graph[w].discard(most)
                 graph[most] = set()
                 continue
-            room -= table
+            budget -= table
             around[v] = near
             for w in near:
                 graph[w] |= near
@@ -195,8 +195,8 @@ def _greedy(
     variables = [v for v, n in enumerate(graph) if not n]
     if most and max((sizes[v] for v in variables), default=0) > most:
         return None
-    room = total - sum([sizes[v] for v in variables])
-    if most and room < 0:
+    left = total - sum([sizes[v] for v in variables])
+    if most and left < 0:
         return None
     scores: dict[int, tuple[int, int, int]] = {v: (len(n), 0, v) for v, n in enumerate(graph) if len(n) == 1}
     heap = list(scores.values())
@@ -221,8 +221,8 @@ def _greedy(
             continue
         if most:
             table = sizes[v] * prod([sizes[w] for w in graph[v]])
-            room -= table
-            if table > most or room < 0:
+            left -= table
+            if table > most or left < 0:
                 return None
         gone[v] = True
         variables.append(v)

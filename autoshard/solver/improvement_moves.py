@@ -42,23 +42,23 @@ def descend(
 
     Less time counts first, then less memory, then the lower index. meter: of the residual, if there is one.
     """
-    found = list(states)
-    room = budget - (meter or Meter(net)).of(found)[1]
+    states_ = list(states)
+    slack = budget - (meter or Meter(net)).of(states_)[1]
     dirty = {i for i, u in enumerate(net.unary) if len(u) > 1}
     for _ in range(_SWEEPS):
         todo, dirty = sorted(dirty), set()
         for i in todo:
-            cost = _cost_around(net, i, found)
-            now, held = found[i], net.memory[i]
-            if room >= 0 and np.count_nonzero(cost <= cost[now]) == 1:
+            cost = _cost_around(net, i, states_)
+            now, held = states_[i], net.memory[i]
+            if slack >= 0 and np.count_nonzero(cost <= cost[now]) == 1:
                 continue  # nothing is as good as what there is
-            cost = np.where(held - held[now] <= room, cost, np.inf)
+            cost = np.where(held - held[now] <= slack, cost, np.inf)
             best = int(np.lexsort((held, cost))[0])
             if (cost[best], held[best]) < (cost[now], held[now]):
-                room -= float(held[best] - held[now])
-                found[i] = best
+                slack -= float(held[best] - held[now])
+                states_[i] = best
                 dirty.update(j for j in net.rows[i] if len(net.unary[j]) > 1)
-    return found
+    return states_
 
 
 def _cost_around(net: Residual, i: int, states: Sequence[int]) -> Array:
@@ -76,18 +76,18 @@ def squeeze(
 
     None when single moves do not lead there.
     """
-    found = list(states)
-    held = (meter or Meter(net)).of(found)[1]
-    moves = {i: _cheapest_saving(net, i, found) for i in range(len(found))}
+    states_ = list(states)
+    held = (meter or Meter(net)).of(states_)[1]
+    moves = {i: _cheapest_saving(net, i, states_) for i in range(len(states_))}
     while held > budget:
         price, i, s = min(moves.values(), default=(np.inf, 0, 0))
         if not np.isfinite(price):
             return None
-        held += float(net.memory[i][s] - net.memory[i][found[i]])
-        found[i] = s
+        held += float(net.memory[i][s] - net.memory[i][states_[i]])
+        states_[i] = s
         for j in (i, *net.rows[i]):
-            moves[j] = _cheapest_saving(net, j, found)
-    return found
+            moves[j] = _cheapest_saving(net, j, states_)
+    return states_
 
 
 def _cheapest_saving(net: Residual, i: int, states: Sequence[int]) -> tuple[float, int, int]:
@@ -110,9 +110,9 @@ def blend(
     Variables in which the two differ fall into connected parts that can change independently of each
     other: those that win most go first.
     """
-    found = list(fits)
+    states = list(fits)
     meter = meter or Meter(net)
-    seconds, held = meter.of(found)
+    seconds, held = meter.of(states)
     parts: list[tuple[float, float, list[int]]] = []
     for part in _differing_parts(net, fits, fast):
         trial = list(fits)
@@ -125,8 +125,8 @@ def blend(
         if held + extra <= budget:
             held += extra
             for i in part:
-                found[i] = fast[i]
-    return found
+                states[i] = fast[i]
+    return states
 
 
 def _differing_parts(net: Residual, one: Sequence[int], other: Sequence[int]) -> list[list[int]]:

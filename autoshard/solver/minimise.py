@@ -70,9 +70,9 @@ class Narrowed:
 
     def minimise(self, limits: Limits, *, moves: bool = True) -> MinimisedResidual:
         """The least seconds, with states as of the whole network. moves: see `minimise_wide`."""
-        found = minimise(self.net, self.order, limits, moves=moves)
-        states = None if found.states is None else self.core.whole(self.net.original(found.states))
-        return MinimisedResidual(states, self.core.seconds + found.lower_bound, found.method)
+        answer = minimise(self.net, self.order, limits, moves=moves)
+        states = None if answer.states is None else self.core.whole(self.net.original(answer.states))
+        return MinimisedResidual(states, self.core.seconds + answer.lower_bound, answer.method)
 
     def bound(self, limits: Limits) -> float:
         """Seconds that no assignment goes below: the least itself where the order allows that."""

@@ -185,7 +185,7 @@ class _Fronts:
         bound = rows.bound[row] + labels.excess[label]
         alive = np.flatnonzero(self._alive(bound))
         row, label, bound = row[alive], label[alive], bound[alive]
-        made = _Rows(
+        joined = _Rows(
             rows.cell[row],
             rows.seconds[row] + labels.seconds[label],
             rows.held[row] + labels.held[label],
@@ -194,8 +194,8 @@ class _Fronts:
             [*rows.trail, (rows.origin[row], label)],
         )
         if len(alive) > len(rows.cell):
-            made = made.take(self._front(made.cell, made.seconds, made.held))
-        return self._thinned(made)
+            joined = joined.take(self._front(joined.cell, joined.seconds, joined.held))
+        return self._thinned(joined)
 
     def _bounded(self, rows: _Rows, entry: Indices, labels: _Labels) -> tuple[_Rows, Indices]:
         """Drop the least promising rows of a join that would burst."""

@@ -52,13 +52,13 @@ class Residual:
     @classmethod
     def of(cls, network: CostNetwork) -> Residual:
         """The whole network, not yet reduced. Raises ValueError on nan and on -inf."""
-        made = cls()
-        made.unary = [np.asarray(u, dtype=np.float64) for u in network.unary]
-        made.memory = [np.asarray(m, dtype=np.float64) for m in network.memory]
-        made.kept = [np.arange(len(u)) for u in made.unary]
-        made.rows = [{} for _ in made.unary]
-        if not _all_finite([*made.unary, *made.memory]):
-            for i, (u, m) in enumerate(zip(made.unary, made.memory, strict=True)):
+        residual = cls()
+        residual.unary = [np.asarray(u, dtype=np.float64) for u in network.unary]
+        residual.memory = [np.asarray(m, dtype=np.float64) for m in network.memory]
+        residual.kept = [np.arange(len(u)) for u in residual.unary]
+        residual.rows = [{} for _ in residual.unary]
+        if not _all_finite([*residual.unary, *residual.memory]):
+            for i, (u, m) in enumerate(zip(residual.unary, residual.memory, strict=True)):
                 if np.isnan(u).any() or (u == -np.inf).any() or not np.isfinite(m).all():
                     raise ValueError(f"variable {i} has nan or -inf seconds, or bytes that are not finite")
         tables = [np.ascontiguousarray(given, dtype=np.float64) for given in network.edges.values()]
@@ -67,16 +67,16 @@ class Residual:
             if not finite and not np.isfinite(table).all():
                 if np.isnan(table).any() or (table == -np.inf).any():
                     raise ValueError(f"edge ({a}, {b}) has nan or -inf seconds")
-                made.hard.add((a, b))
-            made.rows[a][b] = table
-            made.rows[b][a] = np.ascontiguousarray(table.T)
-        return made
+                residual.hard.add((a, b))
+            residual.rows[a][b] = table
+            residual.rows[b][a] = np.ascontiguousarray(table.T)
+        return residual
 
     def copy(self) -> Residual:
-        made = Residual()
-        made.unary, made.memory, made.kept = list(self.unary), list(self.memory), list(self.kept)
-        made.rows, made.hard = [dict(r) for r in self.rows], set(self.hard)
-        return made
+        residual = Residual()
+        residual.unary, residual.memory, residual.kept = list(self.unary), list(self.memory), list(self.kept)
+        residual.rows, residual.hard = [dict(r) for r in self.rows], set(self.hard)
+        return residual
 
     def priced(self, lam: float) -> list[Array]:
         """Seconds + lam * bytes of every state; in one go, as most variables have few."""
@@ -86,25 +86,25 @@ class Residual:
 
     def weighted(self, lam: float) -> Residual:
         """The network of seconds + lam * bytes, without a second objective."""
-        made = self.copy()
-        if lam and made.unary:
-            made.unary = self.priced(lam)
-        made.memory = [np.zeros(len(m)) for m in self.memory]
-        return made
+        residual = self.copy()
+        if lam and residual.unary:
+            residual.unary = self.priced(lam)
+        residual.memory = [np.zeros(len(m)) for m in self.memory]
+        return residual
 
     def of_memory(self, *, all_edges: bool = False) -> Residual:
         """The network whose cost is bytes; what is forbidden stays so. Edges that forbid nothing go."""
-        made = self.copy()
-        made.unary = [
+        residual = self.copy()
+        residual.unary = [
             np.where(np.isfinite(u), m, np.inf) for u, m in zip(self.unary, self.memory, strict=True)
         ]
-        made.memory = [np.zeros(len(m)) for m in self.memory]
-        made.rows = [{} for _ in self.rows]
+        residual.memory = [np.zeros(len(m)) for m in self.memory]
+        residual.rows = [{} for _ in self.rows]
         every = ((a, b) for a, row in enumerate(self.rows) for b in row if a < b)
         for a, b in every if all_edges else sorted(self.hard):
             table = np.where(np.isfinite(self.rows[a][b]), 0.0, np.inf)
-            made.rows[a][b], made.rows[b][a] = table, np.ascontiguousarray(table.T)
-        return made
+            residual.rows[a][b], residual.rows[b][a] = table, np.ascontiguousarray(table.T)
+        return residual
 
     @property
     def sizes(self) -> list[int]:
@@ -136,12 +136,12 @@ class Residual:
     def only(self, numbers: Sequence[int]) -> Residual:
         """These variables, renumbered, which have no edges with others."""
         new = {i: k for k, i in enumerate(numbers)}
-        made = Residual()
-        made.unary, made.memory = [self.unary[i] for i in numbers], [self.memory[i] for i in numbers]
-        made.kept = [self.kept[i] for i in numbers]
-        made.rows = [{new[j]: table for j, table in self.rows[i].items()} for i in numbers]
-        made.hard = {(new[a], new[b]) for a, b in self.hard}
-        return made
+        residual = Residual()
+        residual.unary, residual.memory = [self.unary[i] for i in numbers], [self.memory[i] for i in numbers]
+        residual.kept = [self.kept[i] for i in numbers]
+        residual.rows = [{new[j]: table for j, table in self.rows[i].items()} for i in numbers]
+        residual.hard = {(new[a], new[b]) for a, b in self.hard}
+        return residual
 
     def original(self, states: Iterable[int]) -> tuple[int, ...]:
         """States of the residual in the original numbering."""
@@ -270,15 +270,15 @@ def _remove_worse_than_best(net: Residual, i: int) -> bool:
     What is as good up to rounding only goes behind a state before it, as in `survivors`.
     """
     u, m, backs = net.unary[i], net.memory[i], [net.rows[j][i] for j in net.rows[i]]
-    forbidden, looks = np.zeros(len(u)), u.copy()
+    forbidden, remaining = np.zeros(len(u)), u.copy()
     for back in backs:
         finite = np.isfinite(back)
         forbidden += len(back) - np.count_nonzero(finite, axis=0)
-        looks += np.where(finite, back, 0.0).sum(axis=0) / len(back)
-    near = _ROUNDING * float(np.abs(looks).max())
+        remaining += np.where(finite, back, 0.0).sum(axis=0) / len(back)
+    near = _ROUNDING * float(np.abs(remaining).max())
     others, removed = np.arange(len(u)), 0
     alive = np.ones(len(u), dtype=np.bool_)
-    for count, state in enumerate(s for s in np.lexsort((looks, forbidden)).tolist() if alive[s]):
+    for count, state in enumerate(s for s in np.lexsort((remaining, forbidden)).tolist() if alive[s]):
         if count % _BEST == 0:
             if count and removed < _BEST:
                 break
@@ -308,7 +308,7 @@ def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
     likely = ~(least > 0.0) & (m[:, None] <= m)
     np.fill_diagonal(likely, False)
     better, worse = np.nonzero(likely)
-    found = np.zeros_like(likely)
+    dominated = np.zeros_like(likely)
     step = max(1, _CHUNK // max((len(net.unary[j]) for j in net.rows[i]), default=1))
     for at in range(0, len(better), step):
         t, s = better[at : at + step], worse[at : at + step]
@@ -317,8 +317,8 @@ def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
             apart = table[t]
             apart -= table[s]
             worst += np.fmax.reduce(apart, axis=1)
-        found[t, s] = worst <= 0.0
-    return found
+        dominated[t, s] = worst <= 0.0
+    return dominated
 
 
 def survivors(dominates: NDArray[np.bool_]) -> Indices:

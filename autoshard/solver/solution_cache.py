@@ -41,11 +41,11 @@ class SolutionCache:
         held: weights of bytes; the budget decides nothing yet.
         """
         entries = self._reduced.setdefault((times, held), [])
-        found = _of_masks(entries, allowed)
-        if found is None:
-            found = Reduction()
-            entries.append((tuple(allowed), found))
-        return found
+        cached = _of_masks(entries, allowed)
+        if cached is None:
+            cached = Reduction()
+            entries.append((tuple(allowed), cached))
+        return cached
 
     def count(self, network: CostNetwork, times: int = 1) -> None:
         """A network is solved so many times."""

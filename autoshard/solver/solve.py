@@ -82,8 +82,8 @@ def solve(
         answer.steps,
         perf_counter() - begun,
     )
-    found = _solution(network, answer.states, answer.lower_bound, answer.method, stats)
-    return replace(found, multiplier=answer.multiplier)
+    solution = _solution(network, answer.states, answer.lower_bound, answer.method, stats)
+    return replace(solution, multiplier=answer.multiplier)
 
 
 def least_cost(network: CostNetwork, limits: Limits, orders: Orders) -> float:
@@ -132,11 +132,11 @@ def _fastest(network: CostNetwork, limits: Limits, orders: Orders) -> _Answer:
         return _Answer(direct.states, direct.cost, ELIMINATED, direct.order, left)
     whole = _whole(network)
     small = Narrowed.of(whole, orders.familiar(network))
-    found = None if small is None else small.minimise(limits)
-    if small is None or found is None or found.states is None:
+    answer = None if small is None else small.minimise(limits)
+    if small is None or answer is None or answer.states is None:
         raise NoFiniteAssignment(find_conflict(network))
-    states = whole.original(found.states)
-    return _Answer(states, found.lower_bound, found.method, small.order, sum(small.net.sizes))
+    states = whole.original(answer.states)
+    return _Answer(states, answer.lower_bound, answer.method, small.order, sum(small.net.sizes))
 
 
 def _within(
@@ -148,8 +148,8 @@ def _within(
         reduction.made = Reduced.of(_pruned(_whole(network)))
     net = reduction.made
     try:
-        room, begun, priced = budget - net.bytes, reduction.begun, reduction.priced
-        held = minimise_within(net.small, net.order, room, limits, begun, priced)
+        budget_, begun, priced = budget - net.bytes, reduction.begun, reduction.priced
+        held = minimise_within(net.small, net.order, budget_, limits, begun, priced)
     except InfeasibleNetwork as error:
         states = net.whole(error.states)
         raise InfeasibleNetwork(network.bytes_of(states), states, budget) from None

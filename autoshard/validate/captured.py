@@ -79,9 +79,9 @@ def _with_arguments(base: Analysis, scaled: Model) -> Model:
     return replace(scaled, folded=folded, rules=rules)
 
 
-def _alike(found: Factored, scaled: Factored) -> bool:
-    same = replace(found, local=None, flops=0.0) == replace(scaled, local=None, flops=0.0)
-    return same and isclose(found.flops, scaled.flops, rel_tol=1e-9)
+def _alike(one: Factored, scaled: Factored) -> bool:
+    same = replace(one, local=None, flops=0.0) == replace(scaled, local=None, flops=0.0)
+    return same and isclose(one.flops, scaled.flops, rel_tol=1e-9)
 
 
 def _graph(old: Graph, new: Graph) -> Graph:

@@ -75,13 +75,13 @@ def moved(figures: Figures, steps: Mapping[tuple[str, str], float]) -> Figures:
     efficiency = dict(figures.efficiency)
     shared: dict[str, float] = {}
     for name, step in steps.items():
-        made = exp(log(value_of(figures, name)) + step)
+        value = exp(log(value_of(figures, name)) + step)
         figure, device = name
-        made = made if figure in _FREE else min(1.0, made)
+        value = value if figure in _FREE else min(1.0, value)
         if device:
-            efficiency[device] = made
+            efficiency[device] = value
         else:
-            shared[figure] = made
+            shared[figure] = value
     return replace(figures, efficiency=efficiency, **shared)
 
 
@@ -103,8 +103,8 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
     levels = [replace(level, efficiency=figures.inside) for level in inner]
     levels.append(replace(outer, efficiency=figures.outside))
     efficiency = min(1.0, efficiency * figures.sustained * _density(device) ** -figures.throttle)
-    made = replace(device, matmul_efficiency=efficiency, kernels=kernels, overlap=figures.overlap)
-    return replace(cluster, device=made, levels=tuple(levels))
+    device_ = replace(device, matmul_efficiency=efficiency, kernels=kernels, overlap=figures.overlap)
+    return replace(cluster, device=device_, levels=tuple(levels))
 
 
 def _density(device: Device) -> float:

@@ -101,15 +101,15 @@ class _Fit:
 
     def _seconds(self, figures: Figures, which: Sequence[int]) -> Array:
         """Steps of some runs."""
-        found = []
+        seconds = []
         for k in which:
             prices = self.prices[k].repriced(applied(self.runs[k].cluster, figures))
-            found.append(step_seconds(prices.schedule, prices.costs, prices.behaviour.steps_overlap))
-        return np.array(found)
+            seconds.append(step_seconds(prices.schedule, prices.costs, prices.behaviour.steps_overlap))
+        return np.array(seconds)
 
     def _slopes(self, figures: Figures, seconds: Array) -> Array:
         """[run, figure]: change of log seconds with the log of the figure."""
-        found = np.zeros((len(self.steering), len(self.names)))
+        slopes = np.zeros((len(self.steering), len(self.names)))
         for column, name in enumerate(self.names):
             rows = [
                 row
@@ -119,8 +119,8 @@ class _Fit:
             lower = moved(figures, {name: -_NUDGE})
             nudged = self._seconds(lower, [self.steering[row] for row in rows])
             change = log(value_of(lower, name) / value_of(figures, name))
-            found[rows, column] = (np.log(nudged) - np.log(seconds[rows])) / change
-        return found
+            slopes[rows, column] = (np.log(nudged) - np.log(seconds[rows])) / change
+        return slopes
 
     def _step(
         self, figures: Figures, errors: Array, slopes: Array, without: str | None
@@ -145,12 +145,12 @@ def _measured(rebuilt: Rebuilt) -> float:
 
 def _spread_out(runs: Sequence[Rebuilt]) -> list[int]:
     """Of every study as many runs as steer, from its shortest step to its longest."""
-    found: list[int] = []
+    chosen: list[int] = []
     for study in dict.fromkeys(r.run.study for r in runs):
         own = sorted(
             (k for k, r in enumerate(runs) if r.run.study == study), key=lambda k: _measured(runs[k])
         )
         count = min(STEERING, len(own))
         places = {round(j * (len(own) - 1) / max(1, count - 1)) for j in range(count)}
-        found += [own[p] for p in sorted(places)]
-    return found
+        chosen += [own[p] for p in sorted(places)]
+    return chosen

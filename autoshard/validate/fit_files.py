@@ -25,17 +25,17 @@ def cluster_files(runs: Sequence[Rebuilt], fitted: FittedFigures, folder: Path) 
     studies = len({r.run.study for r in runs})
     error = errors_by_study(runs, fitted)["all"].held_out
     why = f"autoshard validate --fit: {len(runs)} runs of {studies} studies, {error:.1f} % held out"
-    found: dict[Path, str] = {}
+    texts: dict[Path, str] = {}
     for name in sorted({n for r in runs if (n := catalog_name(r.run.gpu)) is not None}):
-        made = applied(load_cluster(name), fitted.figures)
+        cluster = applied(load_cluster(name), fitted.figures)
         text = cluster_text(
-            replace(made, name=f"{name}-fitted"),
+            replace(cluster, name=f"{name}-fitted"),
             f"{name} with figures fitted to measured training runs; the rest as in the catalog",
             {figure: why for figure in _FITTED},
-            [{"efficiency": why} for _ in made.levels],
+            [{"efficiency": why} for _ in cluster.levels],
         )
-        found[folder / f"{name}-fitted.toml"] = text
-    return found
+        texts[folder / f"{name}-fitted.toml"] = text
+    return texts
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,11 @@ def _shared(named: Mapping[str, Mapping[str, Any]], like: str) -> dict[str, Any]
 def _framework(entry: Mapping[str, Any]) -> Framework:
     """One entry, of which the keys that are not of a `Framework` are those of `Behaviour`."""
     own = {f.name for f in fields(Framework)}
-    name, known = entry["name"], {key: value for key, value in entry.items() if key in own}
+    name, given = entry["name"], {key: value for key, value in entry.items() if key in own}
     rest = {key: value for key, value in entry.items() if key not in (*own, "source", "like")}
     assumed = {"gradient_buffers": True, "late_waits": False, "name": name}
-    known["behaviour"] = {**assumed, **rest, "recipe": {"name": name, **entry["recipe"]}}
-    return decoded(known, Framework, f"frameworks.toml, {name}")
+    given["behaviour"] = {**assumed, **rest, "recipe": {"name": name, **entry["recipe"]}}
+    return decoded(given, Framework, f"frameworks.toml, {name}")
 
 
 def framework_of(run: Run) -> Framework:

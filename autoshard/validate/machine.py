@@ -68,8 +68,8 @@ def _reach(network: str) -> float:
 
 def catalog_name(gpu: str) -> str | None:
     """The catalog's entry with a GPU of that name, None if there is none."""
-    found = _known(gpu)
-    return None if found is None else str(found["cluster"])
+    entry = _known(gpu)
+    return None if entry is None else str(entry["cluster"])
 
 
 def _known(gpu: str) -> dict[str, Any] | None:
@@ -80,10 +80,10 @@ def _known(gpu: str) -> dict[str, Any] | None:
 
 def _entry(run: Run) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The entry of a GPU, else that of the one with the nearest peak."""
-    found = _known(run.gpu)
-    if found is not None:
-        return found, ()
-    known = _table("gpu")
+    match = _known(run.gpu)
+    if match is not None:
+        return match, ()
+    gpus = _table("gpu")
     if run.peak_flops is None or run.gpu_memory is None:
         raise UsageError(
             f"no GPU of the catalog is called {run.gpu!r}",
@@ -96,7 +96,7 @@ def _entry(run: Run) -> tuple[dict[str, Any], tuple[str, ...]]:
     def distance(entry: dict[str, Any]) -> float:
         return abs(log(_dense(load_cluster(entry["cluster"]).device, run) / peak))
 
-    near = min(known, key=distance)
+    near = min(gpus, key=distance)
     same = "memory bandwidth, efficiency and latencies are those of"
     return near, (f"{run.gpu} is not in the catalog: {same} {near['name']}",)
 
@@ -136,8 +136,8 @@ def _levels(run: Run, base: Cluster, nvlink: float | None) -> tuple[tuple[Level,
             inside.append(replace(last, size=size, bandwidth=run.intra or nvlink or last.bandwidth))
     per_node = run.node or (inside[-1].size if inside else None)
     if run.inter is not None and per_node:
-        found = _CARDS.search(run.network)
-        cards = int(found.group(1)) if found else per_node // outer.shared_by
+        match = _CARDS.search(run.network)
+        cards = int(match.group(1)) if match else per_node // outer.shared_by
         cards = max(1, min(cards, per_node))
         rate = _reach(run.network) * run.inter / cards
         outer = replace(outer, bandwidth=rate, shared_by=per_node // cards)

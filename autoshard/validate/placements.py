@@ -78,14 +78,14 @@ class Masks:
     notes: tuple[str, ...]
 
 
-def masks_of(formulated: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> Masks:
+def masks_of(formulated: ShardingProblem, shape: Architecture, placement: RunPlacement) -> Masks:
     """The states that a run's code may be in, on a mesh whose axes the search sees one by one."""
-    return _Masks(formulated, shape, wanted).run()
+    return _Masks(formulated, shape, placement).run()
 
 
 class _Masks:
-    def __init__(self, formulated: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> None:
-        self.formulated, self.run_placement = formulated, wanted
+    def __init__(self, formulated: ShardingProblem, shape: Architecture, placement: RunPlacement) -> None:
+        self.formulated, self.run_placement = formulated, placement
         self.model: Model = formulated.model
         self.digits = self.model.digits.values
         self.batch = self.model.digits.batch
@@ -112,11 +112,11 @@ class _Masks:
 
     def _column(self, glob: str, dim: int, size: int) -> set[int]:
         """The class that such parameters are divided by: the part of the dim that has this size."""
-        found: set[int] = set()
+        columns: set[int] = set()
         for key in self._ports(glob):
             fitting = [cls for _, n, cls in self.digits.get((*key, dim), ()) if n == size]
-            found |= set(fitting[:1])
-        return found
+            columns |= set(fitting[:1])
+        return columns
 
     def _whole(self, glob: str, dim: int) -> set[int]:
         return {cls for key in self._ports(glob) for _, _, cls in self.digits.get((*key, dim), ())}
@@ -124,14 +124,14 @@ class _Masks:
     def _sequence(self) -> set[int]:
         """Classes of the other dims of what a layer is handed."""
         layers = {c.segment for c in self.model.folded.calls if c.label and not c.backward}
-        found: set[int] = set()
+        values: set[int] = set()
         for source, target in self.model.flow.edges:
             if source[0] and target[0] in layers:
                 rank = len(self.model.folded.segments[target[0]].types()[target[1]].shape)
                 per_dim = [{c for _, _, c in self.digits.get((*target, d), ())} for d in range(rank)]
                 if rank > 1 and per_dim[-1] & self.hidden:
-                    found |= set().union(*per_dim[:-1])
-        return found - self.batch
+                    values |= set().union(*per_dim[:-1])
+        return values - self.batch
 
     def _ends(self) -> set[Place]:
         """Values that enter or leave a segment."""
@@ -160,17 +160,17 @@ class _Masks:
         axis = self.run_placement.tensor
         if layout is None or axis is None:
             return True
-        placed = layout[axis]
+        placement = layout[axis]
         columns = self._parts(place, dims, self.columns)
         if columns:
-            return isinstance(placed, Shard) and (placed.dim, placed.outer) in columns
+            return isinstance(placement, Shard) and (placement.dim, placement.outer) in columns
         along = self._parts(place, dims, self.sequence)
-        if isinstance(placed, Shard):
-            return self.run_placement.sequence and (placed.dim, placed.outer) in along
+        if isinstance(placement, Shard):
+            return self.run_placement.sequence and (placement.dim, placement.outer) in along
         between = bool(along) and bool(self._parts(place, dims, self.hidden))
         if not (self.run_placement.sequence and between and strict):
             return True
-        return isinstance(placed, Partial)
+        return isinstance(placement, Partial)
 
     # -- variables ---------------------------------------------------------------------------------
 
@@ -199,13 +199,13 @@ class _Masks:
         ins = [(ref, len(types[ref].shape)) for ref in refs_of(node)]
         outs = [(out, 0 if t is None else len(t.shape)) for out, t in zip(node.outs, node.types, strict=True)]
         # what a product gathers is a copy of what the op before it made
-        made = not node.op.startswith(_VIEWS)
+        computes = not node.op.startswith(_VIEWS)
         ok = [
             all(
                 self._fine((name, v), n, lay, strict=False) for (v, n), lay in zip(ins, s.inputs, strict=True)
             )
             and all(
-                self._fine((name, v), n, lay, strict=made)
+                self._fine((name, v), n, lay, strict=computes)
                 for (v, n), lay in zip(outs, s.outputs, strict=True)
             )
             for s in variable.states

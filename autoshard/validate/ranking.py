@@ -37,11 +37,13 @@ def alternatives_of(run: Run) -> Hashable:
 
 def ranking(scored: Sequence[Scored], groups: Iterable[Hashable]) -> Ranking:
     """How well plans are ranked. groups: of every run, see `alternatives_of`."""
-    found: dict[Hashable, list[tuple[float, float]]] = {}
+    by_work: dict[Hashable, list[tuple[float, float]]] = {}
     for row, group in zip(scored, groups, strict=True):
         if row.measured_s is not None:
-            found.setdefault(group, []).append((row.predicted_s, row.measured_s))
-    regrets = [100 * (min(rows)[1] / min(m for _, m in rows) - 1) for rows in found.values() if len(rows) > 1]
+            by_work.setdefault(group, []).append((row.predicted_s, row.measured_s))
+    regrets = [
+        100 * (min(rows)[1] / min(m for _, m in rows) - 1) for rows in by_work.values() if len(rows) > 1
+    ]
     return Ranking(
         len(regrets),
         sum(regret <= AS_GOOD for regret in regrets),

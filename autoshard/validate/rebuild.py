@@ -63,7 +63,7 @@ def rebuilt(
 
     A run that cannot be represented comes back with the reason.
     """
-    known: dict[tuple[Architecture, int, torch.dtype], list[_Told]] = {}
+    groups: dict[tuple[Architecture, int, torch.dtype], list[_Told]] = {}
     for run in runs:
         try:
             told = _told(run, cluster)
@@ -71,8 +71,8 @@ def rebuilt(
             yield _refused(run, error)
             continue
         dtype = getattr(torch, DTYPES[run.dtype][0])
-        known.setdefault((told.known.shape, run.seq, dtype), []).append(told)
-    for (shape, seq, dtype), alike in known.items():
+        groups.setdefault((told.known.shape, run.seq, dtype), []).append(told)
+    for (shape, seq, dtype), alike in groups.items():
         progress(
             f"{shape.kind}, {shape.layers} layers, hidden {shape.hidden}, {seq} tokens: {len(alike)} runs"
         )
@@ -141,16 +141,16 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
     formulated = formulate(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
     masks = masks_of(formulated, told.known.shape, _wanted(run, mesh))
     try:
-        placed = place(formulated.problem, setting, None, allowed=masks.allowed)
+        placements = place(formulated.problem, setting, None, allowed=masks.allowed)
     except NoFiniteAssignment:
         raise UsageError(
             f"no program has the placements of {told.framework.name} on {mesh}",
             where=run.id,
             why="some op of the model cannot run with them",
         ) from None
-    where = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
-    settled = CandidateSolution(formulated, placed, where, cluster, placed.lower_bound)
-    plan = explain(settled, cluster, scaled.analysis.fingerprint, reasons=False)
+    configuration = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
+    solution = CandidateSolution(formulated, placements, configuration, cluster, placements.lower_bound)
+    plan = explain(solution, cluster, scaled.analysis.fingerprint, reasons=False)
     program = _program(
         scaled, formulated, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices)
     )
@@ -186,7 +186,7 @@ def _program(
     model, mesh = scaled.model, formulated.mesh
     if stages is not None:
         plan = replace(plan, pipeline=stages.pipeline)
-    how = LoweringOptions(
+    options = LoweringOptions(
         model.flow,
         plan,
         MeshShape(mesh.names, mesh.sizes),
@@ -196,8 +196,8 @@ def _program(
     )
     if plan.microbatches > 1:
         # what it computes is equal for equal microbatches; a second capture would only cost time
-        how = replace(how, terms=averaged(model.folded, trained_output(model.folded)))
-    return build_program(model.folded, how, plan, Dumps(), None if stages is None else stages.schedule)
+        options = replace(options, terms=averaged(model.folded, trained_output(model.folded)))
+    return build_program(model.folded, options, plan, Dumps(), None if stages is None else stages.schedule)
 
 
 def _saving(

@@ -115,8 +115,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     @property
     def dtype(self) -> Literal["bf16", "f16", "f32"]:
         """Type of parameters while they compute: the first that its precision names, bf16 if none or fp8."""
-        found = _FLOAT.search(self.precision.lower())
-        return _DTYPES[found.group()] if found else "bf16"
+        match = _FLOAT.search(self.precision.lower())
+        return _DTYPES[match.group()] if match else "bf16"
 
     @property
     def fp8(self) -> bool:
@@ -158,10 +158,10 @@ def read_rows(path: Path, studies: Sequence[str] = ()) -> list[Run | Unsupported
     Raises UsageError if the file cannot be read, a row has a value of the wrong type, or a study has no row.
     """
     raw = load_rows(path)
-    known = sorted({str(r.get("study")) for r in raw})
+    names = sorted({str(r.get("study")) for r in raw})
     for name in studies:
-        if name not in known:
-            raise UsageError(f"no rows of study {name!r}", where=str(path), hint=f"known: {', '.join(known)}")
+        if name not in names:
+            raise UsageError(f"no rows of study {name!r}", where=str(path), hint=f"known: {', '.join(names)}")
     rows = [(number, r) for number, r in enumerate(raw, 1) if not studies or r.get("study") in studies]
     return [_run(row, number) for number, row in rows]
 
@@ -268,6 +268,6 @@ def _seconds(row: _Row) -> float | None:
     if row.samples_per_s_per_gpu:
         return row.batch / (row.samples_per_s_per_gpu * row.gpus)
     if row.tflops_per_gpu:
-        again = row.recompute == "full" and row.tflops_kind.startswith("hardware")
-        return step_flop(row, again=again) / (row.tflops_per_gpu * 1e12 * row.gpus)
+        recomputes = row.recompute == "full" and row.tflops_kind.startswith("hardware")
+        return step_flop(row, recompute=recomputes) / (row.tflops_per_gpu * 1e12 * row.gpus)
     return None

@@ -101,11 +101,11 @@ def dual_values(
         for policy in (late if regime.waits else recomputed)
         for price in prices
     ]
-    found = least_of(formulated, columns)
-    if found is None:
+    floor = least_of(formulated, columns)
+    if floor is None:
         return None
     least = {(r, p): np.inf for r in regimes for p in prices}
-    for column, value in zip(columns, found.tolist(), strict=True):
+    for column, value in zip(columns, floor.tolist(), strict=True):
         key = (column.regime, column.price)
         least[key] = min(least[key], value)
     return np.array([[least[r, p] for p in prices] for r in regimes])

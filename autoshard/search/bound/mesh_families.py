@@ -116,19 +116,19 @@ class MeshFamily:
         below = self._below(batch)[:rounds]
         return np.maximum.reduce([share * self._floor(self.ends[k], regime) for k, share in below])
 
-    def _floor(self, end: AnchorProblem, wanted: DualRegime) -> Array:
+    def _floor(self, end: AnchorProblem, requested: DualRegime) -> Array:
         """Of one end; of other regimes, too, or at fewer prices, as far as that is quick."""
-        if (end, wanted) in self._floors:
-            return self._floors[end, wanted]
+        if (end, requested) in self._floors:
+            return self._floors[end, requested]
         prices = self.prices[1:]
-        self._ties.setdefault(wanted.tied)
-        alike = (replace(wanted, tied=tied) if tied else DualRegime() for tied in self._ties)
+        self._ties.setdefault(requested.tied)
+        alike = (replace(requested, tied=tied) if tied else DualRegime() for tied in self._ties)
         likely = dict.fromkeys(r for one in alike for r in dual_regimes(one) if (end, r) not in self._floors)
         for regimes, remaining in (
             (tuple(likely), prices),
-            (dual_regimes(wanted), prices),
-            ((wanted,), prices),
-            ((wanted,), prices[_ALONE : _ALONE + 1]),
+            (dual_regimes(requested), prices),
+            ((requested,), prices),
+            ((requested,), prices[_ALONE : _ALONE + 1]),
         ):
             solved = end.floors(remaining, regimes) if remaining else None
             if solved is not None:
@@ -138,7 +138,7 @@ class MeshFamily:
             floors[:, [prices.index(price) for price in remaining]] = solved
         for regime, row in zip(regimes, floors, strict=True):
             self._floors[end, regime] = np.concatenate(([end.seconds], row))
-        return self._floors[end, wanted]
+        return self._floors[end, requested]
 
     def formulated_on(self, mesh: Mesh, batch: int, look: int) -> tuple[ShardingProblem, float] | None:
         """(the problem of a step on it, the share of what that takes which counts), of one end; None for

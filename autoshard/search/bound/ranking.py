@@ -320,7 +320,7 @@ class _Bounded:
         return joint_dual_bounds(formulated, ways, budget, recompute=self.bare.recompute, share=share)
 
     def _looked(self, budget: float, rounds: int, proven: float) -> Iterator[float]:
-        """By so many ends, of which the last one may say something of the whole step. proven: see `_least`."""
+        """By so many ends, of which the last one may bound the step. proven: see `_least`."""
         own = self.bare.formulated_on(self.mesh, rounds - 1)
         bound = None
         if own is not None:
@@ -334,13 +334,13 @@ class _Bounded:
     def _least(self, budget: float, least: Callable[[DualRegime], Array], proven: float) -> float:
         """least: seconds of a microbatch at least with what it holds, by the price of a byte. proven: a bound
         that was found already; one that is not above it says nothing, whatever it is."""
-        found = inf
+        lowest = inf
         for k in range(len(self.uneven)):
             for bound in self._lower(k):
-                found = min(found, bound.least(self.bare.prices, least, budget))
-            if found <= proven:
+                lowest = min(lowest, bound.least(self.bare.prices, least, budget))
+            if lowest <= proven:
                 break
-        return found
+        return lowest
 
     def _lower(self, k: int) -> list[DecomposedDualBound]:
         """What each of the pipelines takes at least of what parameters do."""

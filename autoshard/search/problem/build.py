@@ -292,13 +292,13 @@ class _Builder:
         """A variable for every segment input and every value with more than one use."""
         graph = self.model.folded.segments[name]
         uses: dict[str, int] = {}
-        wanted: dict[str, dict[Layout, None]] = {}
+        layouts_of: dict[str, dict[Layout, None]] = {}
         for number in range(len(graph.nodes)):
             var = self.variables[self.index["node", name, number]]
             assert isinstance(var, NodeVar)
             for position, ref in enumerate(self.kinds[name, number].refs):
                 uses[ref] = uses.get(ref, 0) + 1
-                wanted.setdefault(ref, {}).update((s.inputs[position], None) for s in var.states)
+                layouts_of.setdefault(ref, {}).update((s.inputs[position], None) for s in var.states)
         for out in set(graph.outputs):
             uses[out] = uses.get(out, 0) + 1
         whole: Layout = (R,) * len(self.sizes)
@@ -309,7 +309,7 @@ class _Builder:
         ]:
             if value not in inputs and uses.get(value, 0) < 2:
                 continue
-            layouts = tuple(dict.fromkeys([whole, *wanted.get(value, {})]))
+            layouts = tuple(dict.fromkeys([whole, *layouts_of.get(value, {})]))
             if value not in inputs:
                 layouts = tuple(dict.fromkeys([*layouts, *self._produced(name, value)]))
             place = (name, value)
@@ -482,13 +482,13 @@ class _Builder:
         source: int,
         position: int,
         target: int,
-        wanted: Laid,
+        required: Laid,
         place: Place,
         type_: TensorType,
         count: int,
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times. place: of the value."""
-        way = self._way(type_, self._grows(place, type_), self._source(source, position), wanted)
+        way = self._way(type_, self._grows(place, type_), self._source(source, position), required)
         self.entries.append(Joined(kind, source, target, count, way))
 
     def _way(self, type_: TensorType, grows: bool, given: Laid, target: Laid) -> LayoutChange:
@@ -499,10 +499,10 @@ class _Builder:
         return self.ways[key]
 
     def _connect_place(
-        self, kind: Time, place: Place, target: int, wanted: Laid, type_: TensorType, count: int
+        self, kind: Time, place: Place, target: int, required: Laid, type_: TensorType, count: int
     ) -> None:
         source, position = self.producer[place] if place in self.producer else (self.index[place], 0)
-        self._connect(kind, source, position, target, wanted, place, type_, count)
+        self._connect(kind, source, position, target, required, place, type_, count)
 
     def _edges_inside(self, name: str) -> None:
         for number in range(len(self.model.folded.segments[name].nodes)):
@@ -512,9 +512,9 @@ class _Builder:
             var = self.variables[target]
             assert isinstance(var, NodeVar)
             for position, ref in enumerate(refs):
-                wanted = self._of_calls(var.states, position, given=False)
+                required = self._of_calls(var.states, position, given=False)
                 type_ = self.types[name][ref]
-                self._connect_place(kind, (name, ref), target, wanted, type_, self.counts[name])
+                self._connect_place(kind, (name, ref), target, required, type_, self.counts[name])
 
     def _edges_between(self) -> None:
         for (source, target), count in self.model.flow.edges.items():
@@ -542,14 +542,14 @@ class _Builder:
         matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
         sizes = self.axes.mesh_sizes
         bytes_of = partial(self.prices.params.local_bytes, type_, sizes=sizes)
-        made = np.array([bytes_of(g) for g in given])
+        nbytes = np.array([bytes_of(g) for g in given])
         if grad[0] in self.layers:
-            sent = np.where([_is_partial(g) for g in given], made, 0.0)
+            sent = np.where([_is_partial(g) for g in given], nbytes, 0.0)
             self.entries.append(Fixed(Bytes("sent"), maker, None, SENT * sent))
         late = np.array([life.late for life in variable.states])
         # what waits for the last microbatch is counted as large as the parameter in use, not larger
         used = np.array([bytes_of(self.axes.to_mesh(life.use)) for life in variable.states])
-        matrix = np.where((made[:, None] > MORE * used) & late, np.inf, matrix)
+        matrix = np.where((nbytes[:, None] > MORE * used) & late, np.inf, matrix)
         infinite = np.isinf(matrix)
         chains = reduce_chains(given, stored, table, self.axes.mesh_meanings, share.other)
         if chains is not None:

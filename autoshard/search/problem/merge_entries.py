@@ -10,7 +10,7 @@ from autoshard.search.problem.cost_entries import Busy, Entry, Exchanged, Joined
 
 def merged(entries: Sequence[Entry]) -> list[Entry]:
     """The same in fewer; where many ops decide together, most are about the same variables."""
-    found: dict[Hashable, Entry] = {}
+    by_key: dict[Hashable, Entry] = {}
     for number, entry in enumerate(entries):
         match entry:
             case Busy() | Exchanged():
@@ -19,9 +19,9 @@ def merged(entries: Sequence[Entry]) -> list[Entry]:
                 key = (Joined, entry.key, entry.source, entry.target, entry.way)
             case _:
                 key = number
-        before = found.get(key)
+        before = by_key.get(key)
         if isinstance(before, Busy | Exchanged | Joined) and isinstance(entry, Busy | Exchanged | Joined):
-            found[key] = replace(before, count=before.count + entry.count)
+            by_key[key] = replace(before, count=before.count + entry.count)
         else:
-            found[key] = entry
-    return list(found.values())
+            by_key[key] = entry
+    return list(by_key.values())

@@ -29,7 +29,7 @@ class Pin:
     """A placement on some axes for every tensor whose name a glob matches.
 
     glob: matches names of parameters, buffers and inputs, and of modules, whose output is meant; with a
-    slash, ``SEGMENT/VALUE`` as `autoshard inspect` prints them. placements: (axis name, placement) pairs; other
+    slash, ``SEGMENT/VALUE`` as `autoshard inspect` prints them. placements: (axis, placement) pairs; other
     axes are free.
     """
 

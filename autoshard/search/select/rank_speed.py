@@ -29,8 +29,8 @@ class RankSpeeds:
         return replace(staged, pipes=tuple(replace(pipe, speeds=speeds) for pipe in staged.pipes))
 
     def _seconds(self, device: Device) -> float:
-        for known, seconds in self._cache:
-            if known == device:
+        for measured, seconds in self._cache:
+            if measured == device:
                 return seconds
         formulated = formulate(self._model, _ALONE, Cluster(device.name, 1, device, ()), self._setting)
         sums = self._setting.sums(formulated.free.usage)

@@ -311,7 +311,8 @@ class CandidateSolver:
         configuration = estimated.configuration
         try:
             self.progress(
-                f"solving {configuration.name}, {configuration.microbatches} microbatches of {configuration.batch}"
+                f"solving {configuration.name}, "
+                f"{configuration.microbatches} microbatches of {configuration.batch}"
             )
             formulated = self._formulated(configuration)
             placements = self.tuned(formulated, estimated.setting, beat)

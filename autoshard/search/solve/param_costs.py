@@ -259,20 +259,20 @@ class Zero:
 
         def over_stored(share: Array) -> Array:
             """Over one axis after the other, the innermost last; not over those that divide it in use."""
-            found, within = zeros, 1
+            terms, within = zeros, 1
             for k in reversed(stored):
                 size = part / within * np.minimum(given.split, within)
                 used = given.split >= within * mesh.sizes[k]
-                found = found + np.where(used, 0.0, one("all_gather", size, [k], share))
+                terms = terms + np.where(used, 0.0, one("all_gather", size, [k], share))
                 within *= mesh.sizes[k]
-            return found
+            return terms
 
         def sharded(share: Array) -> tuple[Array, Array]:
             """A gather of all members, or the reduce-scatter that mirrors it; over data axes, and others."""
-            found = given.count * np.where(over_data, over_stored(share), 0.0)
+            terms = given.count * np.where(over_data, over_stored(share), 0.0)
             if not inner:
-                return found, zeros
-            return found, given.count * np.where(inside, one("all_gather", given.whole, inner, share), 0.0)
+                return terms, zeros
+            return terms, given.count * np.where(inside, one("all_gather", given.whole, inner, share), 0.0)
 
         scattered = sharded(self._scatter)
         reduce = sum(scattered) + given.count * one("all_reduce", own, spread, self._reduce)

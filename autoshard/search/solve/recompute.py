@@ -179,11 +179,11 @@ def _choices(options: Mapping[str, list[_Option]]) -> list[list[_Option]]:
     """One policy per kind of layer, in all combinations."""
     names = list(options)
     first, rest = names[:_KINDS], names[_KINDS:]
-    found = []
+    choices = []
     for combo in product(*(options[n] for n in first)):
         policy = combo[-1].policy if combo else "full"
-        found.append([*combo, *(o for n in rest for o in options[n] if o.policy == policy)])
-    return found
+        choices.append([*combo, *(o for n in rest for o in options[n] if o.policy == policy)])
+    return choices
 
 
 def _options(taken: AssignmentCosts, calls: Mapping[str, int]) -> dict[str, list[_Option]]:
