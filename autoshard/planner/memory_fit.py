@@ -180,21 +180,16 @@ class MemoryFitter:
                     return MemoryFit(tried)  # with more room it does not fit
                 slower, low, share = tried, share, (share + high) / 2
                 continue
-            cached_over = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
-            if cached_over is None:
+            cached = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
+            if cached is None:
                 over, fit = self._over(tried)
                 first = first or fit
                 measured.append((tried, over))
             else:
-                over, fit = cached_over, None
+                over, fit = cached, None
             if over > 0:
                 before = measured[-2][1] if len(measured) > 1 else inf
-                if (
-                    best is None
-                    and abs(before - over) < _SAME * budget
-                    and cached_over is None
-                    and over < inf
-                ):
+                if best is None and abs(before - over) < _SAME * budget and cached is None and over < inf:
                     break  # what does not fit is not what the search can change
                 high, share = share, self._less(share, over, tried)
                 continue
@@ -297,12 +292,12 @@ class MemoryFitter:
         """Bytes that one like it held beyond what the search counts; None with a pipeline."""
         return self._more_like(tried.configuration, tried.placements.setting)
 
-    def _more_like(self, configuration: Configuration, setting: StepConfig) -> float | None:
-        return self._more.get(_kind(configuration, setting)) if configuration.pipe.ranks == 1 else None
+    def _more_like(self, config: Configuration, setting: StepConfig) -> float | None:
+        return self._more.get(_kind(config, setting)) if config.pipe.ranks == 1 else None
 
-    def beyond(self, configuration: Configuration, setting: StepConfig) -> float:
+    def beyond(self, config: Configuration, setting: StepConfig) -> float:
         """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
-        more = None if self.offload.activations else self._more_like(configuration, setting)
+        more = None if self.offload.activations else self._more_like(config, setting)
         return max(0.0, more or 0.0)
 
     def _failure(self, tried: CandidateSolution, fit: MemoryFit | None) -> InfeasibleError:
@@ -430,10 +425,10 @@ def _kind_of(solution: CandidateSolution) -> Hashable:
     return _kind(solution.configuration, solution.placements.setting)
 
 
-def _kind(configuration: Configuration, setting: StepConfig) -> Hashable:
+def _kind(config: Configuration, setting: StepConfig) -> Hashable:
     """What decides how much a program holds beyond what the search counts: what lives inside a part."""
     recompute = {(name, r.policy) for name, r in setting.recompute.items() if r.calls}
-    return frozenset(recompute), alike(configuration)
+    return frozenset(recompute), alike(config)
 
 
 def _same(a: CandidateSolution, b: CandidateSolution) -> bool:

@@ -208,10 +208,10 @@ def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
 def _alone(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
     """The mesh that was found, with microbatches of one sequence, and the pipelines it may have."""
     assert planned.solution is not None
-    configuration = planned.solution.configuration
-    same = [s for s in meshes if s.mesh == configuration.mesh and s.ranks == configuration.pipe.ranks]
+    config = planned.solution.configuration
+    same = [s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks]
     # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
-    return [replace(s, batches=(1,)) for s in (*same, Staged(configuration.mesh))[:1]]
+    return [replace(s, batches=(1,)) for s in (*same, Staged(config.mesh))[:1]]
 
 
 def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:

@@ -148,8 +148,8 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
             where=run.id,
             why="some op of the model cannot run with them",
         ) from None
-    configuration = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
-    solution = CandidateSolution(formulated, placements, configuration, cluster, placements.lower_bound)
+    config = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
+    solution = CandidateSolution(formulated, placements, config, cluster, placements.lower_bound)
     plan = explain(solution, cluster, scaled.analysis.fingerprint, reasons=False)
     program = _program(
         scaled, formulated, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices)

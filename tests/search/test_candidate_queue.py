@@ -56,7 +56,7 @@ class View:
         if self.looks.interrupt:
             self.looks.interrupt = False
             raise KeyboardInterrupt
-        self.looks.usage.append(seen.configuration.batch)
+        self.looks.taken.append(seen.configuration.batch)
         found, *rest = self.rest
         if found is None:
             return None
@@ -98,7 +98,7 @@ def test_what_stays_behind_is_not_looked_at() -> None:
     looks = Looks({1: (1.0, 5.0), 2: (2.0, 3.0), 3: (4.0, 6.0)})
     nearest = CandidateQueue(looks.estimated(n) for n in looks.seconds)
     first = nearest.first()
-    assert first is not None and first.configuration.batch == 2 and looks.usage == [1, 2]
+    assert first is not None and first.configuration.batch == 2 and looks.taken == [1, 2]
     assert len(list(nearest)) == 3
     wanted = nearest.first(lambda e: e.configuration.batch == 3)
     assert wanted is not None and wanted.seconds == 6.0 and len(list(nearest)) == 3

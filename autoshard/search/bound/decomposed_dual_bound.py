@@ -69,19 +69,19 @@ class DecomposedDualBound:
     flights: Mapping[bool, float]
 
     @staticmethod
-    def of(config: StepConfig, lives: ZeroStageCosts) -> DecomposedDualBound:
-        held = np.array([config.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
-        waiting, others = config.waiting
+    def of(setting: StepConfig, lives: ZeroStageCosts) -> DecomposedDualBound:
+        held = np.array([setting.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
+        waiting, others = setting.waiting
         # no rank holds less than its share of what is in flight
-        flights = {False: min(1.0, config.flight)}
-        if config.pipe.splits_backward and not others:
+        flights = {False: min(1.0, setting.flight)}
+        if setting.pipe.splits_backward and not others:
             flights[True] = min(1.0, waiting)
-        shown = [config.weights(exposure) for exposure in EXPOSURES]
-        counted = [config.time_weight(exposure) for exposure in EXPOSURES]
+        shown = [setting.weights(exposure) for exposure in EXPOSURES]
+        counted = [setting.time_weight(exposure) for exposure in EXPOSURES]
         spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
         # where messages show, computing counts in part; no less is left of everything else, at a higher price
         part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
-        return DecomposedDualBound(config, lives, held, spent, part, flights)
+        return DecomposedDualBound(setting, lives, held, spent, part, flights)
 
     def least(self, prices: Array, floors: Callable[[DualRegime], Array], budget: float) -> float:
         """Seconds that no step goes below, whatever runs again, if it fits the budget.

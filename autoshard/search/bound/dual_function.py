@@ -45,9 +45,9 @@ class DualRegime:
     tied: float = 0.0
 
 
-def dual_regime(config: StepConfig, *, tied: float, waits: bool) -> DualRegime:
+def dual_regime(setting: StepConfig, *, tied: float, waits: bool) -> DualRegime:
     """What holds for a step in a setting. waits: whether to look at where gradients of parameters wait."""
-    ranks, alone = config.pipe.ranks, config.microbatches == 1
+    ranks, alone = setting.pipe.ranks, setting.microbatches == 1
     copies = 0.0 if not tied or (alone and ranks > 1) else _copies(ranks)
     return DualRegime(waits, alone and ranks == 1 and tied > 0, copies, tied)
 

@@ -63,9 +63,9 @@ class Estimated:
         """The same if its program holds so many bytes more than the search counts."""
         if beyond <= self.beyond or self.proof is None:
             return self
-        seconds, config = self.proof.leaving(beyond)
+        seconds, setting = self.proof.leaving(beyond)
         slower = max(self.seconds, seconds)
-        return replace(self, setting=config, seconds=slower, beyond=beyond, hopeless=not isfinite(slower))
+        return replace(self, setting=setting, seconds=slower, beyond=beyond, hopeless=not isfinite(slower))
 
     def may_fit(self) -> bool:
         """Whether it is not known to need more memory than there is."""

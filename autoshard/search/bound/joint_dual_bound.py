@@ -72,17 +72,17 @@ def _columns(way: StepOption, exposures: Sequence[Exposure], *, recompute: bool)
     ]
 
 
-def step_options(config: StepConfig, prices: Array, pipe: int) -> list[StepOption]:
+def step_options(setting: StepConfig, prices: Array, pipe: int) -> list[StepOption]:
     """Ways to count what a pipeline holds. prices: of a byte of one microbatch."""
-    counted = [(_early, config.flight)]
-    waiting, others = config.waiting
-    if config.pipe.splits_backward and not others:
+    counted = [(_early, setting.flight)]
+    waiting, others = setting.waiting
+    if setting.pipe.splits_backward and not others:
         counted.append((_late, waiting))
-    counts = config.weights(EXPOSURES[0])
+    counts = setting.weights(EXPOSURES[0])
     # by how often seconds and bytes of one microbatch count
     often = min(counts.work_forward, counts.work_backward)
     return [
-        StepOption(config, tuple((prices * (often / min(1.0, flight))).tolist()), held, pipe)
+        StepOption(setting, tuple((prices * (often / min(1.0, flight))).tolist()), held, pipe)
         for held, flight in counted
     ]
 

@@ -220,13 +220,13 @@ class _Ways:
 
         All that a schedule says of them is how long ranks wait.
         """
-        config = self[0].how
-        busy = [(sums, busy_seconds(sums, config)) for sums in plain]
+        setting = self[0].how
+        busy = [(sums, busy_seconds(sums, setting)) for sums in plain]
         waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
-        once = [sums.microbatch / config.stages for sums in plain]
+        once = [sums.microbatch / setting.stages for sums in plain]
         return [
             [
-                pipe.delayed(b + bubble_seconds(sums, config.stages, *wait), stage, self.count)
+                pipe.delayed(b + bubble_seconds(sums, setting.stages, *wait), stage, self.count)
                 for (sums, b), stage in zip(busy, once, strict=True)
             ]
             for pipe, *wait in waits
@@ -252,11 +252,11 @@ class _Bounded:
     shared: float
     proven: float
 
-    def _sums(self, config: StepConfig, *, lean: bool) -> list[StepSums]:
+    def _sums(self, setting: StepConfig, *, lean: bool) -> list[StepSums]:
         """Of a microbatch that nothing is computed again for, by lives. lean: of those that hold less."""
-        key = (config.apart, config.sums_up, lean)
+        key = (setting.apart, setting.sums_up, lean)
         if key not in self._cache:
-            sums = self.lives.sums(self.bare.each, config, lean=lean)
+            sums = self.lives.sums(self.bare.each, setting, lean=lean)
             plain = self.bare.lean_sums if lean else self.bare.free_sums
             self._cache[key] = [plain + extra for extra in sums]
         return self._cache[key]
@@ -271,13 +271,13 @@ class _Bounded:
 
         Where something else fits, inf for what parameters do not fit in.
         """
-        each, config = self.bare.each, self.ways[0]
-        totals = self.ways.totals(self._sums(config, lean=False))
+        each, setting = self.bare.each, self.ways[0]
+        totals = self.ways.totals(self._sums(setting, lean=False))
         if self.budget is None:
             return totals
         budget_bytes = _LEANER * self.budget
         over = [
-            self.bare.free.state_bytes(config, extra) > budget_bytes
+            self.bare.free.state_bytes(setting, extra) > budget_bytes
             for extra in self.lives.at(each, lean=False)
         ]
         if all(over):
@@ -354,20 +354,20 @@ class _Bounded:
     def _bounds(self) -> dict[int, list[DecomposedDualBound]]:
         return {}
 
-    def where(self, config: StepConfig) -> Configuration:
+    def where(self, setting: StepConfig) -> Configuration:
         """The configuration that runs in a setting."""
-        return Configuration(self.mesh, self.batch, self.ways.count, config.pipe)
+        return Configuration(self.mesh, self.batch, self.ways.count, setting.pipe)
 
     def closer(self, seen: Estimated) -> Estimated | None:
         """With the seconds of the fastest pipeline that has room for parameters, however little else fits."""
         if not self.may_fit():
             return None
         floor, k = self._floors[0]
-        config = self.ways[k]
+        setting = self.ways[k]
         return replace(
             seen,
-            configuration=self.where(config),
-            setting=config,
+            configuration=self.where(setting),
+            setting=setting,
             seconds=max(seen.seconds, floor),
             view=_Unlimited(self),
             floor=floor,
@@ -399,20 +399,20 @@ class _Bounded:
         return (None, ways[floors[0][1]]) if best is None else best
 
     def _best(
-        self, config: StepConfig, floors: Sequence[float], *, lean: bool
+        self, setting: StepConfig, floors: Sequence[float], *, lean: bool
     ) -> tuple[StepConfig, float] | None:
         """(setting, seconds of a step) of the fastest that fits, or None.
 
         floors: seconds of a step that nothing is computed again for, by lives. lean: see `_sums`.
         """
-        filling, sums = self.bare.lean if lean else self.bare.free, self._sums(config, lean=lean)
+        filling, sums = self.bare.lean if lean else self.bare.free, self._sums(setting, lean=lean)
         best: tuple[StepConfig, float] | None = None
         for extra, plain, floor in zip(self.lives.at(self.bare.each, lean=lean), sums, floors, strict=True):
             # computing again only adds, but for rounding
             if best is not None and floor > (1 + _ROUNDING) * best[1]:
                 continue
             best_fill = (
-                (config, floor) if self.budget is None else filling.best(config, self.budget, extra, plain)
+                (setting, floor) if self.budget is None else filling.best(setting, self.budget, extra, plain)
             )
             if best_fill is not None and (best is None or best_fill[1] < best[1]):
                 best = best_fill
@@ -421,15 +421,15 @@ class _Bounded:
     def leaving(self, bytes_: float) -> tuple[float, StepConfig]:
         """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
         less = self if self.budget is None else replace(self, budget=self.budget - bytes_)
-        seconds, config = less.best()
-        return inf if seconds is None else seconds, config
+        seconds, setting = less.best()
+        return inf if seconds is None else seconds, setting
 
     def leaves_room(self) -> bool:
         """Whether parameters alone fit, in any of the placements."""
-        config, each = self.ways[0], self.bare.each
+        setting, each = self.ways[0], self.bare.each
         ways = ((self.bare.free, False), (self.bare.lean, True))
         return self.budget is None or any(
-            filling.state_bytes(config, extra) <= self.budget
+            filling.state_bytes(setting, extra) <= self.budget
             for filling, lean in ways
             for extra in self.lives.at(each, lean=lean)
         )
@@ -443,13 +443,13 @@ class _Unlimited:
 
     def closer(self, seen: Estimated) -> Estimated | None:
         """The fastest that fits."""
-        best, config = self.bounded.best()
+        best, setting = self.bounded.best()
         if best is None and not self.bounded.may_fit():
             return None
         return replace(
             seen,
-            configuration=self.bounded.where(config),
-            setting=config,
+            configuration=self.bounded.where(setting),
+            setting=setting,
             seconds=inf if best is None else best,
             bound=seen.bound if best is None else min(seen.bound, best),
             hopeless=best is None and not self.bounded.leaves_room(),
@@ -485,12 +485,12 @@ class _Lives:
             ]
         return self._at[each, lean]
 
-    def sums(self, each: int, config: StepConfig, *, lean: bool) -> list[StepSums]:
+    def sums(self, each: int, setting: StepConfig, *, lean: bool) -> list[StepSums]:
         """The seconds among it, in a setting of which only matters whether there are several microbatches,
         and a pipeline."""
         low, high, t = self._shape.place(each)
         low_stages, high_stages = _paired(
-            self._seconds(low, config, lean), self._seconds(high, config, lean), t
+            self._seconds(low, setting, lean), self._seconds(high, setting, lean), t
         )
         return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
 
@@ -506,11 +506,11 @@ class _Lives:
             terms.append(self._least[used.likeness])
         return terms
 
-    def _seconds(self, end: AnchorProblem, config: StepConfig, lean: bool) -> list[StepSums]:
+    def _seconds(self, end: AnchorProblem, setting: StepConfig, lean: bool) -> list[StepSums]:
         likeness, costs = self._of(end, lean)
-        key = (likeness, config.apart, config.sums_up)
+        key = (likeness, setting.apart, setting.sums_up)
         if key not in self._sums:
-            self._sums[key] = [config.sums(extra) for extra in costs]
+            self._sums[key] = [setting.sums(extra) for extra in costs]
         return self._sums[key]
 
     def _of(self, end: AnchorProblem, lean: bool) -> tuple[str, list[AssignmentCosts]]:

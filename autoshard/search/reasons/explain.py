@@ -43,7 +43,7 @@ def explain(
     reasons: False for the decisions alone.
     """
     placements, problem = solution.placements, solution.formulated.problem
-    mesh, configuration = solution.configuration.mesh, solution.configuration
+    mesh, config = solution.configuration.mesh, solution.configuration
     optimality = OptimalityGap(
         placements.seconds,
         solution.bound,
@@ -68,11 +68,11 @@ def explain(
         optimality=optimality,
         target=target,
         replicated=tuple(replicated),
-        microbatches=configuration.microbatches,
-        batch=configuration.batch,
+        microbatches=config.microbatches,
+        batch=config.batch,
         order=() if solution.formulated.order is None else solution.formulated.order.devices,
         recompute=dict(placements.setting.recompute),
-        pipeline=_pipeline(configuration.pipe),
+        pipeline=_pipeline(config.pipe),
     )
     marginals = min_marginals(placements.network, chosen=placements.states) if reasons else None
     for number, state in enumerate(placements.states):

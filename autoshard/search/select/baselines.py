@@ -106,33 +106,33 @@ class _Solver:
         except UsageError as error:
             return Baseline(name, mesh, 1, None, error.what)
         for estimated in configurations.nearest(2):
-            configuration = estimated.configuration
-            formulated = self.prices.pose(configuration)
+            config = estimated.configuration
+            formulated = self.prices.pose(config)
             allowed = _whole_between_layers(formulated) if between_layers_whole else ()
             memory_check = MemoryCheck(
-                replace(estimated.setting, microbatches=configuration.microbatches), self.budget
+                replace(estimated.setting, microbatches=config.microbatches), self.budget
             )
             placements = self._place(formulated, memory_check, allowed)
-            if placements is not None and self._seconds(formulated, placements, configuration) < self.reached:
-                fits = self.rooms(configuration, memory_check.setting)
+            if placements is not None and self._seconds(formulated, placements, config) < self.reached:
+                fits = self.rooms(config, memory_check.setting)
                 placements = None if fits is None else self._place(formulated, fits, allowed)
             if placements is not None:
                 return Baseline(
                     name,
                     mesh,
-                    configuration.microbatches,
-                    self._seconds(formulated, placements, configuration),
+                    config.microbatches,
+                    self._seconds(formulated, placements, config),
                 )
         return Baseline(name, mesh, 1, None, "does not fit the memory")
 
     def _seconds(
-        self, formulated: ShardingProblem, placements: PlacementSolution, configuration: Configuration
+        self, formulated: ShardingProblem, placements: PlacementSolution, config: Configuration
     ) -> float:
         """Of a step; stages of a pipeline are no more alike than they can be."""
         return (
             placements.seconds
-            if configuration.pipe.ranks == 1
-            else imbalance_seconds(formulated, placements, configuration.pipe)
+            if config.pipe.ranks == 1
+            else imbalance_seconds(formulated, placements, config.pipe)
         )
 
     def _place(

@@ -85,123 +85,119 @@ class BranchAndBound:
         """Whether anything was solved that fits, or may."""
         return self.incumbent is not None or bool(self._waiting)
 
-    def needed(self, configuration: Configuration) -> float:
+    def needed(self, config: Configuration) -> float:
         """Seconds that a configuration has to be judged to take less than to be the best, by what was
         measured of others: with a pipeline and without, judgements err alike. Of those with a pipeline, what
         was measured of one without says little, nor the other way round: they may be judged right."""
         least = min((1.0, *self._off.values()))
-        return self.reached / self._off.get(_piped(configuration), least)
+        return self.reached / self._off.get(_piped(config), least)
 
-    def ahead(self, configuration: Configuration) -> float:
+    def ahead(self, config: Configuration) -> float:
         """Seconds of what a configuration has to be faster than, if what waits to be a program fits."""
-        return min(self.needed(configuration), *(s.judged for s in self._waiting), inf)
+        return min(self.needed(config), *(s.judged for s in self._waiting), inf)
 
-    def worth(self, configuration: Configuration) -> float:
+    def worth(self, config: Configuration) -> float:
         """Seconds of the search that a configuration has to be able to get below for its solution to be worth
         all work: what is judged otherwise, with its stages cut, may be a little over the best."""
-        return self.ahead(configuration) * (_MARGIN if _piped(configuration) else 1.0)
+        return self.ahead(config) * (_MARGIN if _piped(config) else 1.0)
 
     def leaves_out(self, estimated: Estimated) -> bool:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
-        configuration = estimated.configuration
-        most_alike = _PIPED_ALIKE if _piped(configuration) else _ALIKE
-        costly = _piped(configuration) or self.one_kind
-        reached = self.needed(configuration)
+        config = estimated.configuration
+        most_alike = _PIPED_ALIKE if _piped(config) else _ALIKE
+        costly = _piped(config) or self.one_kind
+        reached = self.needed(config)
         slow = estimated.hopeless or estimated.floor >= reached
         if self.incumbent is not None and not isfinite(estimated.seconds) and (costly or slow):
             return True  # seems not to fit: looked at only where that takes a moment
-        if estimated.bound >= reached or self._alike[alike(configuration)] >= most_alike:
+        if estimated.bound >= reached or self._alike[alike(config)] >= most_alike:
             return True
-        if any(_piped(s.solution.configuration) == _piped(configuration) for s in self._waiting):
+        if any(_piped(s.solution.configuration) == _piped(config) for s in self._waiting):
             return True  # one like it has to be made a program first
         if self._would_be_far_behind(estimated):
             return True
         # estimates with and without pipelines do not err alike: one of each is solved
         kinds = {_piped(c) for c in self._standing}
-        if not self.one_kind and _piped(configuration) not in kinds and estimated.seconds <= _FAR * reached:
+        if not self.one_kind and _piped(config) not in kinds and estimated.seconds <= _FAR * reached:
             return False
-        limit = min((self._limit(s, configuration) for s in self._standing.values()), default=inf)
+        limit = min((self._limit(s, config) for s in self._standing.values()), default=inf)
         work = sum(s.choices for s in self._standing.values())
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
-            or self._like(configuration) >= self._most(configuration)
+            or self._like(config) >= self._most(config)
             or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
         )
 
     def wants(self, estimated: Estimated) -> bool:
         """Whether a configuration will be solved however the one that waits to be a program turns out: the
         first of its kind, expected to be about as fast."""
-        configuration = estimated.configuration
-        if (
-            self.one_kind
-            or len(self._waiting) != 1
-            or any(_piped(c) == _piped(configuration) for c in self.seconds)
-        ):
+        config = estimated.configuration
+        if self.one_kind or len(self._waiting) != 1 or any(_piped(c) == _piped(config) for c in self.seconds):
             return False
-        reached = self.ahead(configuration)
+        reached = self.ahead(config)
         return estimated.seconds <= _FAR * reached and estimated.bound < reached
 
-    def _most(self, configuration: Configuration) -> int:
+    def _most(self, config: Configuration) -> int:
         """How many are solved that have a pipeline, or none, as this one."""
-        if not _piped(configuration):
+        if not _piped(config):
             return _MOST
         return _PIPED_LATER if True in self._off else _PIPED
 
-    def _limit(self, other: _Known, configuration: Configuration) -> float:
+    def _limit(self, other: _Known, config: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
-        one_kind = _piped(other.configuration) == _piped(configuration)
-        return other.limit if one_kind else _MARGIN * self.needed(configuration)
+        one_kind = _piped(other.configuration) == _piped(config)
+        return other.limit if one_kind else _MARGIN * self.needed(config)
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
         by how much the estimates of those like it were wrong."""
-        configuration = estimated.configuration
-        off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, configuration)]
-        return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(configuration)
+        config = estimated.configuration
+        off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, config)]
+        return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(config)
 
-    def _err_alike(self, other: _Known, configuration: Configuration) -> bool:
+    def _err_alike(self, other: _Known, config: Configuration) -> bool:
         """Whether what an estimate missed of one says anything of the other."""
         comparable = other.configuration
-        return _piped(comparable) == _piped(configuration) and (
-            _piped(configuration) or _splits(comparable) == _splits(configuration)
+        return _piped(comparable) == _piped(config) and (
+            _piped(config) or _splits(comparable) == _splits(config)
         )
 
     def _would_be_far_behind(self, estimated: Estimated) -> bool:
         """Whether those whose estimates err as this one's were all so much slower than estimated: those much
         like it if there are any, or else estimates with a pipeline err alike, and those without, as long as
         both split tensors or neither does."""
-        configuration = estimated.configuration
-        comparable = [s for s in self._standing.values() if self._err_alike(s, configuration)]
-        near = [s for s in comparable if alike(s.configuration) == alike(configuration)]
+        config = estimated.configuration
+        comparable = [s for s in self._standing.values() if self._err_alike(s, config)]
+        near = [s for s in comparable if alike(s.configuration) == alike(config)]
         if not comparable or not isfinite(estimated.seconds):
             return False
         slower = min(s.judged / s.estimated for s in near or comparable)
-        far = (_MARGIN if _splits(configuration) or _piped(configuration) else _SAME) if near else _FAR
-        return slower * estimated.seconds > far * self.needed(configuration)
+        far = (_MARGIN if _splits(config) or _piped(config) else _SAME) if near else _FAR
+        return slower * estimated.seconds > far * self.needed(config)
 
-    def _like(self, configuration: Configuration) -> int:
+    def _like(self, config: Configuration) -> int:
         """How many were solved that have a pipeline, or none, as this one; two failures are free."""
-        fit = [isfinite(s) for c, s in self.seconds.items() if _piped(c) == _piped(configuration)]
+        fit = [isfinite(s) for c, s in self.seconds.items() if _piped(c) == _piped(config)]
         return max(sum(fit), len(fit) - 2)
 
-    def enter(self, configuration: Configuration) -> None:
+    def enter(self, config: Configuration) -> None:
         """One is about to be solved."""
-        self._alike[alike(configuration)] += 1
+        self._alike[alike(config)] += 1
 
     def solve(self, estimated: Estimated, solution: CandidateSolution, judged: float) -> None:
         """One was solved; judged: seconds of its step if it fits."""
-        configuration, choices = solution.configuration, solution.formulated.problem.choices
-        self.seconds[configuration] = judged
-        self._standing[configuration] = _Known(
-            configuration, estimated.seconds, solution.placements.seconds, judged, choices
+        config, choices = solution.configuration, solution.formulated.problem.choices
+        self.seconds[config] = judged
+        self._standing[config] = _Known(
+            config, estimated.seconds, solution.placements.seconds, judged, choices
         )
         self._waiting.append(_Waiting(solution, judged))
 
     def rule_out(self, estimated: Estimated) -> None:
         """One is proven not to be the best, by its bound. It is as good as solved for what it says of others
         like it, whose estimates err alike."""
-        configuration, bound = estimated.configuration, estimated.bound
-        self._standing[configuration] = _Known(configuration, estimated.seconds, bound, bound)
+        config, bound = estimated.configuration, estimated.bound
+        self._standing[config] = _Known(config, estimated.seconds, bound, bound)
 
     def next(self, expected: float) -> tuple[CandidateSolution, float] | None:
         """The fastest solution not known to fit, with its seconds, if it takes no more than is expected of
@@ -216,38 +212,38 @@ class BranchAndBound:
         self._waiting.remove(first)
         return first.solution, first.judged
 
-    def fail(self, configuration: Configuration) -> None:
+    def fail(self, config: Configuration) -> None:
         """Nothing of it fits."""
-        self.seconds[configuration] = inf
-        self._standing.pop(configuration, None)
+        self.seconds[config] = inf
+        self._standing.pop(config, None)
 
     def finish(self, solution: CandidateSolution, judged: float, measured: float | None = None) -> None:
         """A solution that fits, or that is slower than the best one. measured: seconds of its simulated step,
         if it was made a program."""
-        configuration = solution.configuration
-        self.seconds[configuration] = judged
-        standing = self._standing.get(configuration)
+        config = solution.configuration
+        self.seconds[config] = judged
+        standing = self._standing.get(config)
         if standing is not None:  # what had to hold less may have become far slower than its estimate
             more = judged / standing.judged
-            estimated = standing.estimated * (more if _piped(configuration) and more > _MARGIN else 1.0)
-            self._standing[configuration] = replace(
+            estimated = standing.estimated * (more if _piped(config) and more > _MARGIN else 1.0)
+            self._standing[config] = replace(
                 standing, estimated=estimated, seconds=solution.placements.seconds, judged=judged
             )
         if measured is not None:
-            self._off[_piped(configuration)] = measured / judged
-        if self.incumbent is None or judged < self.needed(configuration):
+            self._off[_piped(config)] = measured / judged
+        if self.incumbent is None or judged < self.needed(config):
             self.incumbent = solution
-            self.reached = judged * self._off.get(_piped(configuration), 1.0)
+            self.reached = judged * self._off.get(_piped(config), 1.0)
 
 
 def _turn(waiting: _Waiting) -> float:
     return waiting.judged * (_CLOSE if _piped(waiting.solution.configuration) else 1.0)
 
 
-def _piped(configuration: Configuration) -> bool:
-    return configuration.pipe.ranks > 1
+def _piped(config: Configuration) -> bool:
+    return config.pipe.ranks > 1
 
 
-def _splits(configuration: Configuration) -> bool:
+def _splits(config: Configuration) -> bool:
     """Whether an axis splits anything but the batch and what is stored."""
-    return any(not axis.meaning.splits_batch for axis in configuration.mesh.axes)
+    return any(not axis.meaning.splits_batch for axis in config.mesh.axes)

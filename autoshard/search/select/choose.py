@@ -122,8 +122,8 @@ class _Search:
         self.progress(f"searching {mesh}")
         formulated = self.problems.of(mesh, self.problems.captured, self.request.pins, merge=False)
         placements = self.exact.proven(formulated, self.exact.tuned(formulated, self.setting))
-        configuration = Configuration(mesh, self.problems.captured, 1)
-        return CandidateSolution(formulated, placements, configuration, self.cluster, placements.lower_bound)
+        config = Configuration(mesh, self.problems.captured, 1)
+        return CandidateSolution(formulated, placements, config, self.cluster, placements.lower_bound)
 
     def by_tactics(self, meshes: Sequence[Mesh]) -> CandidateSolution:
         """Axis by axis on a mesh that was given, the batch in one piece."""
@@ -151,9 +151,9 @@ class _Search:
             pins=self.request.pins,
             order=self.problems.order(mesh),
         )
-        configuration = Configuration(mesh, self.problems.captured, 1)
+        config = Configuration(mesh, self.problems.captured, 1)
         return CandidateSolution(
-            formulated, placements, configuration, self.cluster, placements.lower_bound, stages=stages
+            formulated, placements, config, self.cluster, placements.lower_bound, stages=stages
         )
 
     def many(self, given: Sequence[Staged]) -> CandidateSolution:
@@ -190,9 +190,9 @@ class _Search:
             first = queues[k].first()
             return inf if first is None else first.seconds
 
-        at, range_ = len(groups) // 2, range(len(groups))
+        at, within = len(groups) // 2, range(len(groups))
         for way in (1, -1):
-            while at + way in range_ and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
+            while at + way in within and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
                 at += way
         return [e for each in queues.values() for e in each]
 
@@ -220,9 +220,7 @@ class _Search:
                 shape = next((s for s in solved if _has(s, alone)), None) or shapes.solved((alone,))
                 return CandidateQueue(shapes.ranked(replace(shape, meshes=(alone,))))
 
-            return BaselineConfigurations(
-                ranked, lambda configuration: problems.of(configuration.mesh, configuration.batch)
-            )
+            return BaselineConfigurations(ranked, lambda config: problems.of(config.mesh, config.batch))
 
         plain = sharded = pricing(self.problems, solved)
         stored = padded_model(self.model, devices)
@@ -237,17 +235,17 @@ class _Search:
             devices, self.cluster, request.budget, setting, plain, sharded, seen, self._room, reached
         )
 
-    def _room(self, configuration: Configuration, setting: StepConfig) -> MemoryCheck | None:
+    def _room(self, config: Configuration, setting: StepConfig) -> MemoryCheck | None:
         """What a plan of ours holds on the mesh of a baseline if it is to fit; that plan is kept.
 
         Where the search finds none, that says nothing of what others store in another way.
         """
         try:
-            formulated = self.problems.of(configuration.mesh, configuration.batch)
+            formulated = self.problems.of(config.mesh, config.batch)
             tuned = self.exact.tuned(formulated, setting)
         except (InfeasibleError, UsageError):
             return MemoryCheck(setting, self.request.budget)
-        fits = CandidateSolution(formulated, tuned, configuration, self.cluster, tuned.lower_bound)
+        fits = CandidateSolution(formulated, tuned, config, self.cluster, tuned.lower_bound)
         if self.exact.evaluator is not None:
             try:
                 fits = self.exact.evaluator.fit(fits, inf, self.exact.spent)
@@ -295,10 +293,10 @@ def _divides_experts(mesh: Mesh) -> bool:
     return any(axis.meaning.divides_experts for axis in mesh.axes)
 
 
-def _is_of(configuration: Configuration, given: Staged) -> bool:
+def _is_of(config: Configuration, given: Staged) -> bool:
     """Whether it is one of those that were given, without a pipeline."""
-    same_mesh = given.ranks == 1 and configuration.mesh == given.mesh
-    return same_mesh and (not given.batches or configuration.batch in given.batches)
+    same_mesh = given.ranks == 1 and config.mesh == given.mesh
+    return same_mesh and (not given.batches or config.batch in given.batches)
 
 
 def _few(groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue) -> list[tuple[Staged, ...]]:

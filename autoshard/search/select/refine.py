@@ -44,7 +44,7 @@ class Evaluator(Protocol):
         """Seconds of the simulated step of a program, None of a solution that was not made one."""
         ...
 
-    def beyond(self, configuration: Configuration, setting: StepConfig) -> float:
+    def beyond(self, config: Configuration, setting: StepConfig) -> float:
         """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown."""
         ...
 
@@ -159,8 +159,8 @@ class CandidateSolver:
             self.interrupted = True
         return replace(estimated, bound=bound)
 
-    def _formulated(self, configuration: Configuration) -> ShardingProblem:
-        return self.problems.of(configuration.mesh, configuration.batch, self.request.pins)
+    def _formulated(self, config: Configuration) -> ShardingProblem:
+        return self.problems.of(config.mesh, config.batch, self.request.pins)
 
     def _is_slower(self, bnb: BranchAndBound, estimated: Estimated) -> bool:
         """Whether one is proven to be slower than what is known to fit."""
@@ -274,9 +274,9 @@ class CandidateSolver:
             except (InfeasibleError, UsageError) as error:
                 self.failures.append(error)
                 continue
-            configuration = Configuration(staged.mesh, batch, count, staged.pipes[0])
+            config = Configuration(staged.mesh, batch, count, staged.pipes[0])
             return CandidateSolution(
-                formulated, placements, configuration, self.problems.cluster, placements.lower_bound
+                formulated, placements, config, self.problems.cluster, placements.lower_bound
             )
         raise self.worst()
 
@@ -308,13 +308,10 @@ class CandidateSolver:
     def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> CandidateSolution:
         """One configuration. beat: see `tune`. at_once: if interrupted, finish with the least work instead of
         stopping."""
-        configuration = estimated.configuration
+        config = estimated.configuration
         try:
-            self.progress(
-                f"solving {configuration.name}, "
-                f"{configuration.microbatches} microbatches of {configuration.batch}"
-            )
-            formulated = self._formulated(configuration)
+            self.progress(f"solving {config.name}, {config.microbatches} microbatches of {config.batch}")
+            formulated = self._formulated(config)
             placements = self.tuned(formulated, estimated.setting, beat)
         except KeyboardInterrupt:
             if not at_once:
@@ -322,10 +319,10 @@ class CandidateSolver:
             # nothing is solved yet: what the estimate says is at hand in a moment
             self.interrupted = True
             self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
-            formulated = self._formulated(configuration)
+            formulated = self._formulated(config)
             placements = self._at_once(formulated, estimated.setting)
         return CandidateSolution(
-            formulated, placements, configuration, self.problems.cluster, placements.lower_bound
+            formulated, placements, config, self.problems.cluster, placements.lower_bound
         )
 
     def _at_once(self, formulated: ShardingProblem, setting: StepConfig) -> PlacementSolution:
@@ -404,11 +401,11 @@ class CandidateSolver:
         )
 
 
-def name_of(configuration: Configuration) -> str:
+def name_of(config: Configuration) -> str:
     """A mesh with its schedule and microbatches, as a report has it."""
-    microbatches = f" x {configuration.microbatches} microbatches" if configuration.microbatches > 1 else ""
-    schedule = f" {configuration.pipe.schedule}" if configuration.pipe.ranks > 1 else ""
-    return f"{configuration.name}{schedule}{microbatches}"
+    microbatches = f" x {config.microbatches} microbatches" if config.microbatches > 1 else ""
+    schedule = f" {config.pipe.schedule}" if config.pipe.ranks > 1 else ""
+    return f"{config.name}{schedule}{microbatches}"
 
 
 def _infeasible(

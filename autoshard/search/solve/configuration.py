@@ -106,12 +106,12 @@ def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
     return [ways * b for b in range(1, each + 1) if each % b == 0]
 
 
-def alike(configuration: Configuration) -> Hashable:
+def alike(config: Configuration) -> Hashable:
     """What configurations share that only divide the data ranks otherwise."""
     return (
-        inside(configuration.mesh),
-        configuration.batch // data_ways(configuration.mesh),
-        configuration.pipe.ranks,
+        inside(config.mesh),
+        config.batch // data_ways(config.mesh),
+        config.pipe.ranks,
     )
 
 
