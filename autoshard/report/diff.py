@@ -172,9 +172,7 @@ def _model_wide(a: _Side, b: _Side) -> Iterator[Decided]:
             yield Decided(what, 1, one, two)
     only_a, only_b = (sorted({*x.program.dumps} - {*y.program.dumps}) for x, y in ((a, b), (b, a)))
     if only_a or only_b:
-        yield Decided(
-            "passes that only one runs", 1, ", ".join(only_a) or "none", ", ".join(only_b) or "none"
-        )
+        yield Decided("passes", 1, ", ".join(only_a) or "none", ", ".join(only_b) or "none")
 
 
 def _recompute(side: _Side) -> str:
@@ -188,9 +186,7 @@ def _pipeline(side: _Side) -> str:
         return "none"
     slices = f", {pipeline.slices} slices" if pipeline.slices > 1 else ""
     cuts = ", ".join(c.label or f"call {c.call}" for c in pipeline.cuts)
-    return (
-        f"{pipeline.schedule} x {pipeline.chunks} on {pipeline.ranks} ranks{slices}, stages end after {cuts}"
-    )
+    return f"{pipeline.schedule} x {pipeline.chunks} on {pipeline.ranks} ranks{slices}, ends after {cuts}"
 
 
 def _parameters(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int, tuple[str, ...]]:
@@ -224,16 +220,14 @@ def _lives(side: _Side) -> dict[str, str]:
 def _ops(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int]:
     """(ops whose placement differs, how many agree); the graphs are the same."""
     names = a.decisions.mesh.names
-    differing, agreeing = [], 0
+    rows, agreeing = [], 0
     for key, op in a.decisions.ops.items():
         one, two = a.plan.nodes.get(key), b.plan.nodes.get(key)
         if one is None or two is None or _same(one, two, names, b.decisions.mesh):
             agreeing += 1
         else:
-            differing.append(
-                Decided(_op_name(op, a.decisions), op.calls, _face(one, names), _face(two, names))
-            )
-    return tuple(differing), agreeing
+            rows.append(Decided(_op_name(op, a.decisions), op.calls, _face(one, names), _face(two, names)))
+    return tuple(rows), agreeing
 
 
 def _same(one: OpState, two: OpState, names: tuple[str, ...], mesh: Mesh) -> bool:

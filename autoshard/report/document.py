@@ -112,11 +112,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "batch": plan.batch,
         "warnings": list(plan.warnings),
         "mesh_reason": "" if mesh is None else str(mesh),
-        "optimality": {
-            "seconds": optimality.seconds,
-            "dual_bound": optimality.dual_bound,
-            "gap": optimality.gap,
-        },
+        "optimality": {k: getattr(optimality, k) for k in ("seconds", "dual_bound", "gap")},
         "decisions": optimality.variables,
         "states": optimality.states,
         "recompute": [

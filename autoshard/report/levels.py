@@ -29,15 +29,10 @@ class MemoryCurves:
         missing = {} if buffers else dict(self.prices.gradients_of[rank])
         before, end = self.prices.states[rank].total, 0.0
         for span, (_, after) in zip(timeline.spans[rank], timeline.curve[rank][1:], strict=True):
-            resident = before - sum(missing.values())
-            yield (
-                span.start,
-                span.end,
-                resident,
-                resident + self.transients.of(span.action.stage, span.action.kind),
-            )
+            held = before - sum(missing.values())
+            yield span.start, span.end, held, held + self.transients.of(span.action.stage, span.action.kind)
             if span.action.kind in "BW":
                 missing.pop(span.action.stage, None)
             before, end = after, span.end
-        resident = before - sum(missing.values())
-        yield end, timeline.makespan, resident, resident + self.transients.end(rank)
+        held = before - sum(missing.values())
+        yield end, timeline.makespan, held, held + self.transients.end(rank)

@@ -61,9 +61,7 @@ def bill(rate: Rates, estimate: StepEstimate, tokens: float, price: float | None
 def parts_of(estimate: StepEstimate) -> list[tuple[str, float]]:
     """(name, seconds) of what a step is spent on, in the order of a table."""
     spent = estimate.spent
-    axes = [
-        (f"exposed communication, {name}", seconds) for name, seconds in spent.axes.items() if seconds > 0
-    ]
+    axes = [(f"exposed communication, {name}", s) for name, s in spent.axes.items() if s > 0]
     rows = [("compute", spent.compute), *axes, ("exposed communication, p2p", spent.p2p)]
     return [*rows, ("bubble", spent.bubble), ("optimizer", spent.update)]
 

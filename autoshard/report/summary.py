@@ -151,16 +151,10 @@ class PeakRow:
 
     @classmethod
     def of(cls, peak: Peak) -> PeakRow:
-        resident = peak.held
-        temporaries = peak.bytes - resident.total
-        row = cls(
-            peak.bytes,
-            resident.parameters,
-            resident.gradients,
-            resident.optimizer,
-            resident.activations,
-            temporaries,
-        )
+        held = peak.held
+        temporaries = peak.bytes - held.total
+        states = (held.parameters, held.gradients, held.optimizer, held.activations)
+        row = cls(peak.bytes, *states, temporaries)
         if peak.host is None:
             return row
         host = asdict(peak.host.held)

@@ -115,11 +115,9 @@ def joint_dual_bounds(
     for turn in _TURNS if share == 1.0 else _TURNS[:1]:
         at = [replace(way, prices=way.prices[turn : turn + 1]) for way in ways if turn < len(way.prices)]
         # where bytes cost nothing, nothing is gained by what runs again
-        recomputes = recompute and any(any(way.prices) for way in at)
+        full = recompute and any(any(way.prices) for way in at)
         floors = (
-            joint_dual_values(formulated, at, EXPOSURES[:1], recompute=recomputes, in_parts=True)
-            if at
-            else None
+            joint_dual_values(formulated, at, EXPOSURES[:1], recompute=full, in_parts=True) if at else None
         )
         if floors is not None:
             yield better(at, floors)

@@ -275,10 +275,9 @@ class _Bounded:
         totals = self.ways.totals(self._sums(setting, lean=False))
         if self.budget is None:
             return totals
-        budget_bytes = _LEANER * self.budget
+        limit = _LEANER * self.budget
         over = [
-            self.bare.free.state_bytes(setting, extra) > budget_bytes
-            for extra in self.lives.at(each, lean=False)
+            self.bare.free.state_bytes(setting, extra) > limit for extra in self.lives.at(each, lean=False)
         ]
         if all(over):
             return totals

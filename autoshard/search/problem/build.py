@@ -265,15 +265,13 @@ class _Builder:
 
     def _states(self, name: str, number: int, must: tuple[bool, ...]) -> tuple[OpState, ...]:
         """The states of a call; many calls are alike."""
-        kind, cached = self.kinds[name, number], self.model.ways
+        kind, cache = self.kinds[name, number], self.model.ways
         key = (kind.divided, must, self.sizes, self.splits)
-        if key not in cached:
+        if key not in cache:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
             digits = self.model.digits.factors[name, number]
-            cached[key] = tuple(
-                op_states(rule, kind.ins, node.types, digits, self.sizes, self._allowed, must)
-            )
-        return cached[key]
+            cache[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, self._allowed, must))
+        return cache[key]
 
     def _call(self, name: str, number: int, states: tuple[OpState, ...]) -> CallGroup:
         """A call in its states; many calls are alike."""

@@ -41,16 +41,10 @@ class Pin:
         """From ``GLOB=axis:placement[,axis:placement]``; raises UsageError."""
         glob, equals, rest = text.partition("=")
         pairs = [part.partition(":") for part in _split(rest)]
-        if (
-            not equals
-            or not glob.strip()
-            or not all(name.strip() and placement for name, _, placement in pairs)
-        ):
+        if not equals or not glob.strip() or not all(name.strip() and word for name, _, word in pairs):
             raise UsageError(f"{text!r} is not a pin", hint=_FORM)
         try:
-            placements = tuple(
-                (name.strip(), parse_placement(placement.strip())) for name, _, placement in pairs
-            )
+            placements = tuple((name.strip(), parse_placement(word.strip())) for name, _, word in pairs)
         except ValueError as error:
             raise UsageError(f"{text!r} is not a pin", why=str(error), hint=_FORM) from None
         return cls(glob.strip(), placements)
@@ -297,5 +291,4 @@ def _feasible(variable: Variable, position: int, axes: SearchAxes, mesh: Mesh) -
             layouts = [axes.to_mesh(s) for s in variable.states]
         case _:
             layouts = []
-    texts = (" ".join(f"{n}:{p}" for n, p in zip(mesh.names, x, strict=True)) for x in layouts if x)
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys(" ".join(map("{}:{}".format, mesh.names, x)) for x in layouts if x))

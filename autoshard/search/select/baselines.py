@@ -109,40 +109,30 @@ class _Solver:
             config = estimated.configuration
             formulated = self.prices.pose(config)
             allowed = _whole_between_layers(formulated) if between_layers_whole else ()
-            memory_check = MemoryCheck(
-                replace(estimated.setting, microbatches=config.microbatches), self.budget
-            )
-            placements = self._place(formulated, memory_check, allowed)
+            check = MemoryCheck(replace(estimated.setting, microbatches=config.microbatches), self.budget)
+            placements = self._place(formulated, check, allowed)
             if placements is not None and self._seconds(formulated, placements, config) < self.reached:
-                fits = self.rooms(config, memory_check.setting)
+                fits = self.rooms(config, check.setting)
                 placements = None if fits is None else self._place(formulated, fits, allowed)
             if placements is not None:
-                return Baseline(
-                    name,
-                    mesh,
-                    config.microbatches,
-                    self._seconds(formulated, placements, config),
-                )
+                seconds = self._seconds(formulated, placements, config)
+                return Baseline(name, mesh, config.microbatches, seconds)
         return Baseline(name, mesh, 1, None, "does not fit the memory")
 
     def _seconds(
         self, formulated: ShardingProblem, placements: PlacementSolution, config: Configuration
     ) -> float:
         """Of a step; stages of a pipeline are no more alike than they can be."""
-        return (
-            placements.seconds
-            if config.pipe.ranks == 1
-            else imbalance_seconds(formulated, placements, config.pipe)
-        )
+        if config.pipe.ranks == 1:
+            return placements.seconds
+        return imbalance_seconds(formulated, placements, config.pipe)
 
     def _place(
-        self, formulated: ShardingProblem, memory_check: MemoryCheck, allowed: Sequence[Array | None]
+        self, formulated: ShardingProblem, check: MemoryCheck, allowed: Sequence[Array | None]
     ) -> PlacementSolution | None:
-        for trial in (memory_check.setting, memory_check.setting.recomputing("full")):
+        for trial in (check.setting, check.setting.recomputing("full")):
             try:
-                return place(
-                    formulated.problem, trial, memory_check.bytes, allowed=allowed, limits=QUICK, rounds=2
-                )
+                return place(formulated.problem, trial, check.bytes, allowed=allowed, limits=QUICK, rounds=2)
             except (InfeasibleNetwork, NoFiniteAssignment):
                 continue
         return None

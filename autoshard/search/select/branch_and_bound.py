@@ -157,10 +157,8 @@ class BranchAndBound:
 
     def _err_alike(self, other: _Known, config: Configuration) -> bool:
         """Whether what an estimate missed of one says anything of the other."""
-        comparable = other.configuration
-        return _piped(comparable) == _piped(config) and (
-            _piped(config) or _splits(comparable) == _splits(config)
-        )
+        known = other.configuration
+        return _piped(known) == _piped(config) and (_piped(config) or _splits(known) == _splits(config))
 
     def _would_be_far_behind(self, estimated: Estimated) -> bool:
         """Whether those whose estimates err as this one's were all so much slower than estimated: those much

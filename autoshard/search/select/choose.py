@@ -152,9 +152,8 @@ class _Search:
             order=self.problems.order(mesh),
         )
         config = Configuration(mesh, self.problems.captured, 1)
-        return CandidateSolution(
-            formulated, placements, config, self.cluster, placements.lower_bound, stages=stages
-        )
+        bound = placements.lower_bound
+        return CandidateSolution(formulated, placements, config, self.cluster, bound, stages=stages)
 
     def many(self, given: Sequence[Staged]) -> CandidateSolution:
         """The best of all shapes, microbatches and recomputation."""
@@ -260,11 +259,8 @@ class _Search:
         seconds = self.exact.judged(solution)
         given_fits = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
         first = min(given_fits, key=lambda s: s.placements.seconds, default=solution)
-        if (
-            self.request.pins
-            or first.placements.seconds >= seconds
-            or self._simulated_slower(first, solution)
-        ):
+        slower = first.placements.seconds >= seconds
+        if self.request.pins or slower or self._simulated_slower(first, solution):
             return solution
         name, former = name_of(first.configuration), Rejected(name_of(solution.configuration), seconds, True)
         proven = self.exact.proven(first.formulated, first.placements)

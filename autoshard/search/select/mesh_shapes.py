@@ -41,13 +41,8 @@ class MeshShapes:
         total: int,
         progress: Callable[[str], None],
     ) -> None:
-        self.problems, self.request, self.setting, self.total, self.progress = (
-            problems,
-            request,
-            setting,
-            total,
-            progress,
-        )
+        self.problems, self.request, self.setting = problems, request, setting
+        self.total, self.progress = total, progress
         #: how many microbatches were solved for their bounds alone
         self.further = 0
 
@@ -58,11 +53,9 @@ class MeshShapes:
         """
         if self.request.batch is None or len(meshes) == 1:
             return list(meshes)
-        reachable = [s for s in meshes if self.total % data_ways(s.mesh) == 0]
-        if any(s.ranks == 1 for s in reachable) and len(reachable) == len(
-            [s for s in meshes if s.ranks == 1]
-        ):
-            return reachable
+        usable = [s for s in meshes if self.total % data_ways(s.mesh) == 0]
+        if any(s.ranks == 1 for s in usable) and len(usable) == len([s for s in meshes if s.ranks == 1]):
+            return usable
         for staged in meshes:
             mesh = staged.mesh
             data = [a for a in mesh.axes if a.meaning.splits_batch]
@@ -71,9 +64,9 @@ class MeshShapes:
                 rest = [a for a in mesh.axes if not a.meaning.splits_batch]
                 split = [Axis(data[0].name, ways)] if ways > 1 else []
                 axes = (*split, Axis("seq", data[0].size // ways), *rest)
-                reachable.append(replace(staged, mesh=Mesh(axes)))
+                usable.append(replace(staged, mesh=Mesh(axes)))
         # without a data axis it does not matter which one there was
-        return list(dict.fromkeys(reachable)) or list(meshes)
+        return list(dict.fromkeys(usable)) or list(meshes)
 
     def solved(self, group: tuple[Staged, ...]) -> MeshFamily:
         """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""

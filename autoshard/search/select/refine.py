@@ -376,9 +376,8 @@ class CandidateSolver:
     ) -> CandidateSolution:
         """With the proof, and what was not taken. entered: estimates of those that were solved."""
         try:
-            placements = (
-                best.placements if self.interrupted else self.proven(best.formulated, best.placements)
-            )
+            placements = best.placements
+            placements = placements if self.interrupted else self.proven(best.formulated, placements)
             if all(e.configuration == best.configuration for e in entered):
                 left.first()  # the next best is an estimate: let it be a good one
         except KeyboardInterrupt:

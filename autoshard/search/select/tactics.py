@@ -135,9 +135,8 @@ def run_tactics(
                 formulated, allowed=tuple(combined([formulated.allowed, frozen], len(frozen)))
             )
         placements = solve(formulated, position == len(tactics) - 1)
-        stages.append(
-            Stage(tactic.text, str(now), placements.step, placements.setting.held(placements.usage))
-        )
+        held = placements.setting.held(placements.usage)
+        stages.append(Stage(tactic.text, str(now), placements.step, held))
         previous = (formulated, placements)
     if previous is None:
         raise UsageError("there are no tactics", hint=_FORM)
@@ -146,9 +145,8 @@ def run_tactics(
 
 def _pin_on(active: set[str], mesh: Mesh, pin: Pin) -> Pin:
     """What a pin says of the axes in play, and of axes that the mesh lacks: an error for `formulate`."""
-    return replace(
-        pin, placements=tuple(w for w in pin.placements if w[0] in active or w[0] not in mesh.names)
-    )
+    known = (p for p in pin.placements if p[0] in active or p[0] not in mesh.names)
+    return replace(pin, placements=tuple(known))
 
 
 def _order_on(order: RankOrder, mesh: Mesh, now: Mesh) -> RankOrder:

@@ -108,11 +108,7 @@ def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
 
 def alike(config: Configuration) -> Hashable:
     """What configurations share that only divide the data ranks otherwise."""
-    return (
-        inside(config.mesh),
-        config.batch // data_ways(config.mesh),
-        config.pipe.ranks,
-    )
+    return inside(config.mesh), config.batch // data_ways(config.mesh), config.pipe.ranks
 
 
 def inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:

@@ -159,26 +159,24 @@ def _solved(
     network, times, weights = weighed.network, weighed.times, weighed.held
     if budget is None:
         # bytes decide nothing then, and limits nothing about what is eliminated
-        solution = problem.known.get(times, None, None, allowed) or problem.known.get(
+        answer = problem.known.get(times, None, None, allowed) or problem.known.get(
             times, None, limits, allowed
         )
-        if solution is None:
+        if answer is None:
             problem.known.count(network)
-            solution = solve(network, None, limits, orders=problem.known.orders)
-            problem.known.put(
-                times, None, None if solution.method == ELIMINATED else limits, allowed, solution
-            )
-        return replace(solution, bytes=network.bytes_of(solution.states))
+            answer = solve(network, None, limits, orders=problem.known.orders)
+            problem.known.put(times, None, None if answer.method == ELIMINATED else limits, allowed, answer)
+        return replace(answer, bytes=network.bytes_of(answer.states))
     held = (budget, *weights)
-    solution = problem.known.get(times, held, limits, allowed)
-    if solution is None:
+    answer = problem.known.get(times, held, limits, allowed)
+    if answer is None:
         reduction = problem.known.reduction(times, weights, allowed)
         orders = problem.known.orders
         problem.known.count(network)
-        solution = solve(network, budget, limits, tight=tight, orders=orders, reduction=reduction)
-        problem.known.count(network, solution.stats.multiplier_steps)
-        problem.known.put(times, held, limits, allowed, solution)
-    return solution
+        answer = solve(network, budget, limits, tight=tight, orders=orders, reduction=reduction)
+        problem.known.count(network, answer.stats.multiplier_steps)
+        problem.known.put(times, held, limits, allowed, answer)
+    return answer
 
 
 def priced(

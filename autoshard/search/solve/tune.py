@@ -97,14 +97,10 @@ class _Tuning:
     def _baselines(self, best: PlacementSolution) -> list[PlacementSolution]:
         """Placements that run other things again and are so near that more work may make them the best."""
         by_policy: dict[str, PlacementSolution] = {}
-        for placements in sorted(self.solutions, key=_order):
-            if placements.setting.recompute != best.setting.recompute:
-                by_policy.setdefault(str(placements.setting.recompute), placements)
-        return [
-            placements
-            for placements in by_policy.values()
-            if placements.seconds <= (1 + _NEAR) * best.seconds
-        ]
+        for each in sorted(self.solutions, key=_order):
+            if each.setting.recompute != best.setting.recompute:
+                by_policy.setdefault(str(each.setting.recompute), each)
+        return [each for each in by_policy.values() if each.seconds <= (1 + _NEAR) * best.seconds]
 
     def _with_recompute(self, free: PlacementSolution, hint: StepConfig) -> None:
         """The hint, everything by one policy, and what the placements found so far leave to run again."""
