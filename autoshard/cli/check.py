@@ -63,17 +63,15 @@ def _print(report: Coverage) -> None:
     _print_ops("runs replicated", report.replicated)
     if report.uneven:
         console.print()
-        rows_table = table("uneven", "size", "shape")
+        uneven = table("uneven", "size", "shape")
         for row in report.uneven[:_MOST_UNEVEN]:
-            rows_table.add_row(row.name, str(row.size), "x".join(map(str, row.shape)))
+            uneven.add_row(row.name, str(row.size), "x".join(map(str, row.shape)))
         if len(report.uneven) > _MOST_UNEVEN:
-            rows_table.add_row(f"... {len(report.uneven) - _MOST_UNEVEN} more", "", "")
-        print_table(rows_table)
+            uneven.add_row(f"... {len(report.uneven) - _MOST_UNEVEN} more", "", "")
+        print_table(uneven)
         console.print("an odd size can be sharded, but not evenly")
     if report.missing:
-        console.print(
-            "\nadd rules (--rules FILE.py), or run these ops on global tensors (--replicate-unknown)"
-        )
+        console.print("\nadd rules (--rules FILE.py), or run these ops replicated (--replicate-unknown)")
 
 
 def _print_ops(title: str, ops: tuple[OpCalls, ...]) -> None:

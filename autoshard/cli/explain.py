@@ -71,9 +71,8 @@ def explain_command(
         opener = Opener(rules, say)
         alternative = None if why_not is None else alternative_of(why_not, name)
         if alternative is not None and not isinstance(alternative, Mesh):
-            check_axes(
-                alternative, Mesh.parse(opener.plan_of(folder).mesh)
-            )  # before anything that takes time
+            # before anything that takes time
+            check_axes(alternative, Mesh.parse(opener.plan_of(folder).mesh))
         opened = opener.open(folder)
         prices = prices_of(opened.program.plan, cluster)
         explanation = None if name is None else explain_name(opened.program, prices, name)

@@ -100,9 +100,8 @@ def make_plan(
     say: Progress,
 ) -> Planned:
     """Build the target on the meta device and plan it. inputs: sizes of the target's example inputs."""
-    target_mesh = destination(
-        mesh, cluster, options.devices
-    )  # before the model is built: mistakes show at once
+    # before the model is built: mistakes show at once
+    planned_for = destination(mesh, cluster, options.devices)
     from autoshard import api
     from autoshard.interop.targets import build, load_rules
     from autoshard.ir.offload import Offload
@@ -115,7 +114,7 @@ def make_plan(
         say.note(note)
     return api.plan(
         built.model,
-        target_mesh,
+        planned_for,
         example_inputs=built.inputs,
         cluster=cluster if mesh else None,
         options=options,
@@ -186,10 +185,8 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     )
     if stages:
         yield "zero", stages
-    recomputed = ", ".join(
-        f"{r.policy} for {r.calls} of {r.total_calls} {r.segment}" for r in summary.recompute
-    )
-    yield "recompute", recomputed or "nothing"
+    rows = (f"{r.policy} for {r.calls} of {r.total_calls} {r.segment}" for r in summary.recompute)
+    yield "recompute", ", ".join(rows) or "nothing"
     step = summary.step
     if step is not None:
         yield (
@@ -206,9 +203,8 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
             )
     gap = "optimal" if summary.gap <= 1e-9 else f"gap at most {summary.gap:.2%}"
     if summary.gap > 1e-9 and summary.configuration_gap < summary.gap:
-        chosen = (
-            "optimal" if summary.configuration_gap <= 1e-9 else f"gap at most {summary.configuration_gap:.2%}"
-        )
+        gap_here = summary.configuration_gap
+        chosen = "optimal" if gap_here <= 1e-9 else f"gap at most {gap_here:.2%}"
         gap = f"{chosen} for this configuration, {gap} over all"
     yield (
         "optimality",
@@ -323,17 +319,13 @@ def _print_baselines(summary: PlanSummary) -> None:
     if not summary.baselines:
         return
     stdout().print()
-    baseline_table = table(
-        "baseline, tuned", "mesh", "microbatches", "step", "relative to the plan", right=(2, 3, 4)
-    )
+    rows = table("baseline, tuned", "mesh", "microbatches", "step", "relative to the plan", right=(2, 3, 4))
     for r in summary.baselines:
         if r.seconds is None or r.ratio is None:
-            baseline_table.add_row(r.name, r.mesh, "", "", r.why)
+            rows.add_row(r.name, r.mesh, "", "", r.why)
         else:
-            baseline_table.add_row(
-                r.name, r.mesh, str(r.microbatches), seconds_text(r.seconds), f"{r.ratio:.2f} x"
-            )
-    print_table(baseline_table)
+            rows.add_row(r.name, r.mesh, str(r.microbatches), seconds_text(r.seconds), f"{r.ratio:.2f} x")
+    print_table(rows)
 
 
 def _budget(budget: int | None) -> str:

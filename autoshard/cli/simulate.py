@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
 TokensOption = Annotated[
     str | None,
-    typer.Option(
-        "--tokens", metavar="300B", help="also print steps, days and device-hours for so many tokens"
-    ),
+    typer.Option("--tokens", metavar="300B", help="also print steps and device-hours for so many tokens"),
 ]
 PriceOption = Annotated[
     float | None,
-    typer.Option("--price", min=0.0, metavar="2.50", help="of one device-hour; adds the cost of --tokens"),
+    typer.Option("--price", min=0.0, metavar="2.50", help="of one device-hour, for the cost of --tokens"),
 ]
 TraceOption = Annotated[
     Path | None,
-    typer.Option("--perfetto", metavar="FILE", help="write the timeline of the step for ui.perfetto.dev"),
+    typer.Option("--perfetto", metavar="FILE", help="write the timeline for ui.perfetto.dev"),
 ]
 _SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -125,10 +123,9 @@ def _print(
         )
     row = estimate.fullest
     usable = usable_memory(cluster.device)
-    verdict = "fits" if row.peak <= usable else "[bold red]does not fit[/]"
+    word = "fits" if row.peak <= usable else "[bold red]does not fit[/]"
     console.print(
-        f"peak memory  {bytes_text(row.peak)} of {bytes_text(usable)} on pipeline rank {row.rank}, "
-        f"{verdict}\n"
+        f"peak memory  {bytes_text(row.peak)} of {bytes_text(usable)} on pipeline rank {row.rank}: {word}\n"
     )
     resident = table("at the peak", "size", right=(1,))
     for name, nbytes in simulation.memory_of(estimate):

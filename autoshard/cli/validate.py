@@ -27,7 +27,7 @@ StudyOption = Annotated[
 ]
 MachineOption = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME|FILE", help="cost model for all runs, instead of their own"),
+    typer.Option("--cluster", metavar="NAME|FILE", help="cost model of all runs [default: their own]"),
 ]
 FitOption = Annotated[bool, typer.Option("--fit", help="fit figures of devices and links to the runs")]
 #: notes of a kind that are shown with all their runs
@@ -97,7 +97,7 @@ def _calibrate(
     from autoshard.validate.rows import Run
 
     timed = [row for row in given if isinstance(row, Run) and row.seconds is not None and not row.oom]
-    runs = [result for result in rebuilt(timed, say, machine) if isinstance(result, Rebuilt)]
+    runs = [r for r in rebuilt(timed, say, machine) if isinstance(r, Rebuilt)]
     fitted = fit(runs, say)
     errors = errors_by_study(runs, fitted)
     files = cluster_files(runs, fitted, out)
@@ -116,12 +116,12 @@ def _calibrate(
             }
         )
         return
-    result = table("study", "runs", "fitted to all", "held out", "worst", right=(1, 2, 3, 4))
+    rows = table("study", "runs", "fitted to all", "held out", "worst", right=(1, 2, 3, 4))
     for name, one in errors.items():
-        result.add_row(
+        rows.add_row(
             name, str(one.rows), _plain(one.fitted), _plain(one.held_out), _plain(one.held_out_worst)
         )
-    print_table(result)
+    print_table(rows)
     for path in files:
         stdout().print(f"written {path}", markup=False)
 
@@ -160,13 +160,7 @@ def _print(scores: Sequence[Scored], unsupported: Sequence[Unsupported], plans: 
 
     if scores:
         rows = table(
-            "run",
-            "measured",
-            "predicted",
-            "error",
-            "memory, GiB",
-            "predicted",
-            "error",
+            *("run", "measured", "predicted", "error", "memory, GiB", "predicted", "error"),
             right=(1, 2, 3, 4, 5, 6),
         )
         for row in scores:

@@ -153,9 +153,7 @@ def _not_run(program: Program, limit_bytes: int) -> str:
     from autoshard.verify.lockstep import parameter_bytes
 
     size = bytes_text(parameter_bytes(program))
-    return (
-        f"not run: parameters are {size}, the limit {bytes_text(limit_bytes)}; only configs are scaled down"
-    )
+    return f"not run: {size} of parameters, limit {bytes_text(limit_bytes)}; only configs are scaled down"
 
 
 def _twin(
@@ -181,12 +179,8 @@ def _twin(
 def _twin_document(twin: Twin) -> dict[str, object]:
     from autoshard.report.verification import as_json
 
-    return {
-        "mesh": twin.mesh,
-        "config": twin.config,
-        "unchanged": list(twin.kept),
-        "static": as_json(twin.static),
-    }
+    document = {"mesh": twin.mesh, "config": twin.config, "unchanged": list(twin.kept)}
+    return {**document, "static": as_json(twin.static)}
 
 
 def _print_twin(twin: Twin) -> None:

@@ -193,9 +193,8 @@ class MemoryFitter:
                     break  # what does not fit is not what the search can change
                 high, share = share, self._less(share, over, tried)
                 continue
-            if fit is not None and (
-                best is None or tried.placements.seconds < best.solution.placements.seconds
-            ):
+            fastest = inf if best is None else best.solution.placements.seconds
+            if fit is not None and tried.placements.seconds < fastest:
                 best = fit
             if -over <= _LEFT * budget:
                 break
@@ -218,11 +217,8 @@ class MemoryFitter:
     def _leaves_no_less(self, share: float, tried: CandidateSolution) -> bool:
         """Whether a share of the memory is about what one like this may be given at most."""
         more = self._known_more(tried)
-        return (
-            more is not None
-            and self.request.budget is not None
-            and share > 1 - more / self.request.budget - _NEAR
-        )
+        budget = self.request.budget
+        return more is not None and budget is not None and share > 1 - more / budget - _NEAR
 
     def measured(self, solution: CandidateSolution) -> float | None:
         """Seconds of the simulated step of a solution that was made a program, None of others."""
@@ -282,11 +278,8 @@ class MemoryFitter:
         if that says nothing: with a pipeline, whose schedule decides, and where activations may wait in host
         memory, of which what is missing decides."""
         more = None if self.offload.activations else self._known_more(tried)
-        return (
-            None
-            if more is None or self.request.budget is None
-            else tried.placements.bytes + more - self.request.budget
-        )
+        budget = self.request.budget
+        return None if more is None or budget is None else tried.placements.bytes + more - budget
 
     def _known_more(self, tried: CandidateSolution) -> float | None:
         """Bytes that one like it held beyond what the search counts; None with a pipeline."""

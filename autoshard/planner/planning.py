@@ -305,10 +305,8 @@ def _chosen(
     best: CandidateSolution | None = None
     for times in wider:
         # nobody stores activations by hand: baselines are only looked for in the room that there is
-        baselines = request.baselines and times == 1
-        wide = replace(
-            request, budget=None if request.budget is None else times * request.budget, baselines=baselines
-        )
+        budget = None if request.budget is None else times * request.budget
+        wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
             solution = choose(analysis.model, meshes, cluster, wide, say, fitter)
         except InfeasibleError as error:

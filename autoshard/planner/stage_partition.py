@@ -118,11 +118,8 @@ class StagePartition:
         schedules: Schedules | None = None,
     ) -> None:
         assert options.plan.pipeline is not None
-        self.pipeline, self.microbatches, self.budget = (
-            options.plan.pipeline,
-            options.plan.microbatches,
-            budget,
-        )
+        self.pipeline, self.budget = options.plan.pipeline, budget
+        self.microbatches = options.plan.microbatches
         self.schedules = schedules or Schedules()
         self._layers = sum(layer_calls(folded).values())
         self._folded, self.options = folded, options

@@ -276,9 +276,8 @@ class _Bounded:
         if self.budget is None:
             return totals
         limit = _LEANER * self.budget
-        over = [
-            self.bare.free.state_bytes(setting, extra) > limit for extra in self.lives.at(each, lean=False)
-        ]
+        states = self.lives.at(each, lean=False)
+        over = [self.bare.free.state_bytes(setting, extra) > limit for extra in states]
         if all(over):
             return totals
         return [[inf if out else t for t, out in zip(row, over, strict=True)] for row in totals]
@@ -410,11 +409,10 @@ class _Bounded:
             # computing again only adds, but for rounding
             if best is not None and floor > (1 + _ROUNDING) * best[1]:
                 continue
-            best_fill = (
-                (setting, floor) if self.budget is None else filling.best(setting, self.budget, extra, plain)
-            )
-            if best_fill is not None and (best is None or best_fill[1] < best[1]):
-                best = best_fill
+            budget = self.budget
+            fill = (setting, floor) if budget is None else filling.best(setting, budget, extra, plain)
+            if fill is not None and (best is None or fill[1] < best[1]):
+                best = fill
         return best
 
     def leaving(self, bytes_: float) -> tuple[float, StepConfig]:

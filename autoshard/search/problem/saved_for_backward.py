@@ -84,13 +84,11 @@ class _Analysis:
     def _waiting(self, read: Mapping[Place, int]) -> tuple[dict[Place, bool], dict[Place, int]]:
         """(what backward reads -> whether gradients of parameters are made of it, gradients of activations
         that they are made of -> in how many calls); nothing if a rank where they wait holds less for it."""
-        late_reads = frozenset(map(self.root, read_late(self.folded, self.flow)))
-        needed = {
-            self.root(source) for source, target in self.flow.edges if target in late_reads and source[0]
-        }
+        reads = frozenset(map(self.root, read_late(self.folded, self.flow)))
+        needed = {self.root(source) for source, target in self.flow.edges if target in reads and source[0]}
         late = {root: root in needed for root in read}
         waiting: dict[Place, int] = {}
-        for place, count in made_late(self.folded, self.flow, late_reads, self.backward).items():
+        for place, count in made_late(self.folded, self.flow, reads, self.backward).items():
             waiting[self.root(place)] = max(count, waiting.get(self.root(place), 0))
         types = {name: graph.types() for name, graph in self.folded.segments.items()}
         more = sum(count * types[name][value].nbytes for (name, value), count in waiting.items())

@@ -123,9 +123,8 @@ class _Solver:
         self, formulated: ShardingProblem, placements: PlacementSolution, config: Configuration
     ) -> float:
         """Of a step; stages of a pipeline are no more alike than they can be."""
-        if config.pipe.ranks == 1:
-            return placements.seconds
-        return imbalance_seconds(formulated, placements, config.pipe)
+        one_stage = config.pipe.ranks == 1
+        return placements.seconds if one_stage else imbalance_seconds(formulated, placements, config.pipe)
 
     def _place(
         self, formulated: ShardingProblem, check: MemoryCheck, allowed: Sequence[Array | None]
@@ -138,17 +137,15 @@ class _Solver:
         return None
 
 
-def _megatron(devices: int, cluster: Cluster, solve: _Solver, staged_meshes: Sequence[Staged]) -> Baseline:
+def _megatron(devices: int, cluster: Cluster, solve: _Solver, given: Sequence[Staged]) -> Baseline:
     """As little tensor parallelism as fits, of the meshes that are known, or the most there can be, and then
     with as few stages as fit."""
     node = max((size for size in cluster.group_sizes if size <= 16), default=devices)
     ways = [t for t in range(1, min(node, devices) + 1) if devices % t == 0 and node % t == 0]
     meshes = [Mesh(_axes(devices // tp, tp)) for tp in ways]
-    alone = {staged.mesh for staged in staged_meshes if staged.ranks == 1}
+    alone = {staged.mesh for staged in given if staged.ranks == 1}
     tried = [Staged(mesh) for mesh in meshes if mesh in alone or mesh == meshes[-1]]
-    tried += sorted(
-        filter(None, (_one_f_one_b(s, devices, ways[-1]) for s in staged_meshes)), key=lambda s: s.ranks
-    )
+    tried += sorted(filter(None, (_one_f_one_b(s, devices, ways[-1]) for s in given)), key=lambda s: s.ranks)
     for staged in tried:
         last = solve.one("Megatron-LM (SC'21)", staged, between_layers_whole=True)
         if last.seconds is not None:

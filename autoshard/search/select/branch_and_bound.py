@@ -185,10 +185,8 @@ class BranchAndBound:
     def solve(self, estimated: Estimated, solution: CandidateSolution, judged: float) -> None:
         """One was solved; judged: seconds of its step if it fits."""
         config, choices = solution.configuration, solution.formulated.problem.choices
-        self.seconds[config] = judged
-        self._standing[config] = _Known(
-            config, estimated.seconds, solution.placements.seconds, judged, choices
-        )
+        seconds, self.seconds[config] = solution.placements.seconds, judged
+        self._standing[config] = _Known(config, estimated.seconds, seconds, judged, choices)
         self._waiting.append(_Waiting(solution, judged))
 
     def rule_out(self, estimated: Estimated) -> None:

@@ -109,9 +109,8 @@ class _Search:
         overlap = cluster.device.overlap if request.overlap is None else request.overlap
         self.setting = StepConfig(1, layer_calls(model.folded), overlap=overlap)
         self.total = request.batch or batch_of(model.folded)
-        self.problems = ProblemCache(
-            model, cluster, self.setting, request.recipe, progress, world, self.total
-        )
+        recipe = request.recipe
+        self.problems = ProblemCache(model, cluster, self.setting, recipe, progress, world, self.total)
         self.shapes = MeshShapes(self.problems, request, self.setting, self.total, progress)
         self.exact = CandidateSolver(self.problems, request, self.setting, progress, evaluator)
         self.solved: list[MeshFamily] = []
