@@ -20,7 +20,7 @@ from operator import attrgetter
 class StepSums:
     """Seconds on the fullest rank, of one microbatch unless said otherwise.
 
-    work: computing, in forward and in backward (which holds what is computed again). talk: collectives of
+    work: computing, in forward and in backward (which holds what is recomputed). talk: collectives of
     activations. gather: of parameters, before each use. reduce: of gradients in every microbatch.
     first: gathers that last for the whole step. last: reductions of gradients once a step. update: of the
     optimizer, once a step. once: collectives once a step beside which nothing is computed.

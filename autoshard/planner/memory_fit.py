@@ -2,7 +2,7 @@
 
 The search counts bytes by what they are (`search/problem/cost_terms.py`), not what lives inside a part for a
 moment, nor what a pipeline's schedule piles up on one rank. So whatever would be taken is lowered and its
-memory simulated, and solved again with less room as long as it does not fit.
+memory simulated, and solved again with less memory as long as it does not fit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from autoshard.simulate.segment_cache import OfSegments
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 
-#: how often a solution is solved again with less room
+#: how often a solution is solved again with less memory
 _ROUNDS = 4
 #: share of the memory that may be left over without looking for something faster
 _LEFT = 0.06
@@ -55,7 +55,7 @@ _LEFT = 0.06
 _SAME = 1e-3
 #: shares that are so near one another are as good as the same
 _NEAR = 0.02
-#: less room than what is missing, since what is solved again is not what was measured
+#: less memory than what is missing, since what is solved again is not what was measured
 _MORE = 1.03
 #: share of the room that is left when no stages can be cut that fit
 _SMALLER = 0.88
@@ -93,7 +93,7 @@ class MemoryFit:
 class MemoryFitter:
     """Cuts and measures solutions; what was done for one is kept for when it is asked for again.
 
-    ask: with the recipe of everything that is kept, in whichever memory. fixed: whether the schedule of a
+    request: with the recipe of everything that is kept, in whichever memory. fixed: whether the schedule of a
     pipeline is decided. offload: what lives in host memory.
     """
 
@@ -174,10 +174,10 @@ class MemoryFitter:
                 low, share = share, (share + high) / 2
                 continue
             if _kind_of(tried) == too_large:
-                break  # what runs the same again never holds as little as it would have to
+                break  # what recomputes the same never holds as little as it would have to
             if best is None and limit <= self._seconds(tried) < inf:
                 if _kind_of(tried) == _kind_of(measured[-1][0]):
-                    return MemoryFit(tried)  # with more room it does not fit
+                    return MemoryFit(tried)  # with more memory it does not fit
                 slower, low, share = tried, share, (share + high) / 2
                 continue
             cached = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
@@ -274,7 +274,7 @@ class MemoryFitter:
         return staging, peak
 
     def _expected(self, tried: CandidateSolution) -> float | None:
-        """Bytes beyond the budget at least, by what was measured of solutions that run the same again; None
+        """Bytes beyond the budget at least, by what was measured of solutions that recompute the same; None
         if that says nothing: with a pipeline, whose schedule decides, and where activations may wait in host
         memory, of which what is missing decides."""
         more = None if self.offload.activations else self._known_more(tried)

@@ -296,15 +296,15 @@ def _chosen(
 ) -> CandidateSolution:
     """The best solution that fits, as the fitter sees it.
 
-    The search counts activations on the device, wherever they then wait. So it is given more room than there
-    is, as long as what then fits, with activations in host memory, takes less time.
+    The search counts activations on the device. With offloading it is given more memory than there is, as
+    long as the solution then fits and is faster.
     """
     wider = _WIDER if fitter.offload.activations and request.budget is not None else (1,)
     request = replace(request, recipe=hosted(request.recipe, fitter.offload, cluster.device))
     failure: InfeasibleError | None = None
     best: CandidateSolution | None = None
     for times in wider:
-        # nobody stores activations by hand: baselines are only looked for in the room that there is
+        # no baseline offloads activations: baselines are only looked for within the memory that there is
         budget = None if request.budget is None else times * request.budget
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
@@ -316,7 +316,7 @@ def _chosen(
             return best or solution
         if best is not None and fitter.whole_seconds(solution) >= fitter.whole_seconds(best):
             break
-        # what others do by hand is only told where it was looked for
+        # baselines are only reported where it was looked for
         best = solution if best is None else replace(solution, baselines=best.baselines)
     if best is not None:
         return best

@@ -117,7 +117,7 @@ class Chains:
         return self.maker(Place(None, self._outer(call, segment, place.value)))
 
     def defining_place(self, place: Place) -> Place:
-        """The same value where it is made: inside the call that makes it."""
+        """The same value where it is computed: inside the call that makes it."""
         while True:
             if place.call is None:
                 producer = self.index.makers.get(place.value)

@@ -16,7 +16,7 @@ from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text
 from autoshard.search.plan.plan import Plan, Why, why_key
 from autoshard.search.plan.plan_json import plan_from_json
-from autoshard.search.reasons.explain import life_text
+from autoshard.search.reasons.explain import strategy_text
 
 #: the last pass before the search: its segments and the order of their ops are what a plan is about
 _SEARCHED = NUMBERED["normalize"]
@@ -121,11 +121,11 @@ class Decisions:
         kind = "param" if ("", key) in self.plan.params else "port"
         return self.plan.why.get(why_key(kind, key), Why(""))
 
-    def life_of_port(self, port: Port) -> str:
+    def strategy_of_port(self, port: Port) -> str:
         """How a parameter is stored and used: ``dp:R tp:S(0) used as dp:R tp:R, ZeRO-3``; else its layout."""
-        life = self.plan.params.get(("", self.program.classes.get(port.name, "")))
-        if life is not None:
-            return life_text(life, self.mesh)
+        strategy = self.plan.params.get(("", self.program.classes.get(port.name, "")))
+        if strategy is not None:
+            return strategy_text(strategy, self.mesh)
         layout = self.program.lowered.values[port.name].layout
         return layout_text(layout, axis_names(self.program.mesh))
 

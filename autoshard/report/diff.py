@@ -191,7 +191,7 @@ def _pipeline(side: _Side) -> str:
 
 def _parameters(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int, tuple[str, ...]]:
     """(those that differ, how many agree, notes on those that only one model has)."""
-    one, two = _lives(a), _lives(b)
+    one, two = _strategies(a), _strategies(b)
     differing: dict[tuple[str, str, str], int] = {}
     agreeing = 0
     for name in [n for n in one if n in two]:
@@ -212,9 +212,9 @@ def _parameters(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int, tuple[str
     return rows, agreeing, tuple(notes)
 
 
-def _lives(side: _Side) -> dict[str, str]:
+def _strategies(side: _Side) -> dict[str, str]:
     ports = [p for p in side.program.signature.ports if p.kind == "param"]
-    return {p.target: side.decisions.life_of_port(p) for p in ports}
+    return {p.target: side.decisions.strategy_of_port(p) for p in ports}
 
 
 def _ops(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int]:

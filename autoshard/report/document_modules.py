@@ -78,18 +78,18 @@ def parameter_rows(program: Program, pricer: Pricer, decisions: Decisions) -> It
         if port.kind not in ("param", "buffer", "input"):
             continue
         name = index.name_of(port)
-        path, life = starred(name, index.labels), decisions.life_of_port(port)
+        path, strategy = starred(name, index.labels), decisions.strategy_of_port(port)
         placed = program.lowered.values[port.name]
-        row = groups.get((path, life))
+        row = groups.get((path, strategy))
         if row is None:
             why = decisions.why_of_port(port)
-            row = groups[path, life] = {
+            row = groups[path, strategy] = {
                 "name": path,
                 "kind": port.kind,
                 "module": path.rpartition(".")[0] if port.kind != "input" else "",
                 "count": 0,
                 "type": str(port.type),
-                "layout": life,
+                "layout": strategy,
                 "rank_bytes": 0.0,
                 "global_bytes": 0.0,
                 "reason": why.reason,

@@ -19,7 +19,7 @@ from autoshard.report.decided import Decisions
 from autoshard.report.lookup import LookupSubject, Place, ProgramIndex, result_of
 from autoshard.simulate.pricing import Pricer
 
-#: decisions of a module that are listed, dearest next best choice first
+#: decisions of a module that are listed, largest margin first
 _MOST_OPS = 6
 #: parameters of a module that are listed
 _MOST_PARAMETERS = 12
@@ -317,7 +317,7 @@ class _Explainer:
             "",
             len(self._class_of(port)),
             str(port.type),
-            self.decisions.life_of_port(port),
+            self.decisions.strategy_of_port(port),
             self.prices.bytes_of(value.type, value.layout),
             float(port.type.nbytes),
             0.0,

@@ -18,7 +18,7 @@ from autoshard.planner.stage_partition import Staging, bare_seconds
 from autoshard.program.text import layout_text
 from autoshard.search.plan.plan import Cut, Plan, Why, why_key
 from autoshard.search.problem.problem import model_flop
-from autoshard.search.reasons.explain import life_text, zero_stage
+from autoshard.search.reasons.explain import strategy_text, zero_stage
 from autoshard.search.select.request import CandidateSolution
 from autoshard.search.solve.step_config import RankBytes
 
@@ -382,7 +382,7 @@ def _parameters(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> list[De
     rows = []
     for group in sorted(classes, key=lambda c: -len(c.ports) * c.first.type.nbytes):
         state = plan.params[group.key]
-        choice = life_text(state, mesh)
+        choice = strategy_text(state, mesh)
         why = plan.why.get(why_key("param", group.key[1]), Why(""))
         rows.append(_decision(_class_name(group), len(group.ports), choice, why))
     return rows

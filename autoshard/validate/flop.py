@@ -23,5 +23,5 @@ def step_flop(run: Run, *, recompute: bool) -> float:
     head = 2 * hidden * run.vocab
     forwards = 4 if recompute else 3
     tokens = run.batch * seq
-    # the head is outside of what is computed again
+    # the head is outside of what is recomputed
     return float(tokens * (forwards * run.layers * layer + 3 * head))

@@ -108,5 +108,5 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
 def _keeps(run: Run, behaviour: Behaviour) -> Keeps:
     if run.recompute == "ops":
         return "ops"
-    # a layer that runs again keeps its input alone, whatever its kernels do
+    # a layer that is recomputed keeps its input alone, whatever its kernels do
     return "kernels" if run.recompute == "full" and behaviour.keeps == "compiled" else behaviour.keeps

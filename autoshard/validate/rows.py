@@ -104,7 +104,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
 
     @property
     def recompute(self) -> Recomputed:
-        """What backward computes again, "none" for words that are not known."""
+        """What backward recomputes, "none" for words that are not known."""
         return _recompute(self.recomputed) or "none"
 
     @property

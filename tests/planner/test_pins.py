@@ -107,8 +107,8 @@ def test_an_input_is_pinned() -> None:
 def test_a_part_of_a_dim_is_pinned() -> None:
     """What a refusal says is possible can be given as it stands."""
     made = _made((f"{Q}=tp:S(0,outer=2)",))
-    life = made.plan.params[_param(made.plan, Q.replace("*", "1"))]
-    assert str(life.stored[1]) == str(life.use[1]) == "S(0,outer=2)"
+    strategy = made.plan.params[_param(made.plan, Q.replace("*", "1"))]
+    assert str(strategy.stored[1]) == str(strategy.use[1]) == "S(0,outer=2)"
     _equals_eager(made)
 
 
@@ -164,8 +164,8 @@ def test_later_tactics_keep_what_was_decided() -> None:
     """What is decided on dp alone is found again once tp is decided, too."""
     one = plan_analysed(analysed("llama"), [Mesh.parse("dp=2,tp=1")], load_cluster(CLUSTER)).plan
     both = _made((), "dp on batch; auto on tp").plan
-    for key, life in one.params.items():
-        assert (both.params[key].stored[0], both.params[key].use[0]) == (life.stored[0], life.use[0])
+    for key, strategy in one.params.items():
+        assert (both.params[key].stored[0], both.params[key].use[0]) == (strategy.stored[0], strategy.use[0])
     for key, state in one.nodes.items():
         before = [layout and layout[0] for layout in (*state.inputs, *state.outputs)]
         after = both.nodes[key]
@@ -175,9 +175,9 @@ def test_later_tactics_keep_what_was_decided() -> None:
 def test_a_tactic_may_use_an_axis_for_something_else() -> None:
     """dp stores parameters split if it is told to."""
     made = _made((), "dp on parameters; auto on tp")
-    lives = made.plan.params.values()
-    assert any(isinstance(life.stored[0], Shard) for life in lives)
-    assert all(life.stored[0] == R for life in _made().plan.params.values())
+    strategies = made.plan.params.values()
+    assert any(isinstance(strategy.stored[0], Shard) for strategy in strategies)
+    assert all(strategy.stored[0] == R for strategy in _made().plan.params.values())
     _equals_eager(made)
 
 

@@ -113,5 +113,5 @@ def test_no_two_cuts_end_up_at_one_place(mesh: str) -> None:
     cuts = [cutting.slots.cut_behind(slot) for slot in cutting.slots.places]
     assert planned.solution is not None
     whole = places_apart(cutting.uncut, planned.solution.formulated.model.folded.joint).uncut.whole
-    ends = stage_ends(whole, cuts, cutting.how.mesh)
+    ends = stage_ends(whole, cuts, cutting.options.mesh)
     assert len(set(ends)) == len(cuts) > 8

@@ -272,7 +272,9 @@ def test_composed_networks_add_up(name: str, mesh: str) -> None:
         assert network.bytes_of(states) == pytest.approx(held, rel=1e-9)
         assert setting.held(taken).total == pytest.approx(held, rel=1e-9)
         # the sums that the step is made of lose nothing
-        assert dot(weights(setting.how, bound), setting.sums(taken)) == pytest.approx(wanted, rel=1e-9)
+        assert dot(weights(setting.overlap_model, bound), setting.sums(taken)) == pytest.approx(
+            wanted, rel=1e-9
+        )
         assert wanted <= setting.step(taken).total * (1 + 1e-9)
 
 
@@ -403,10 +405,10 @@ def test_gradients_that_wait_are_as_small_as_the_parameter_in_use() -> None:
                 continue
             maker, position = problem.index["node", segment, at[0][0]], at[0][1]
             wall = problem.terms.hard.get((min(maker, target), max(maker, target)))
-            made, life = problem.variables[maker], problem.variables[target]
+            made, strategy = problem.variables[maker], problem.variables[target]
             assert isinstance(made, NodeVar)
-            assert isinstance(life, ParamVar)
-            for (m, how), (p, state) in product(enumerate(made.states), enumerate(life.states)):
+            assert isinstance(strategy, ParamVar)
+            for (m, how), (p, state) in product(enumerate(made.states), enumerate(strategy.states)):
                 layout = how.outputs[position]
                 if not state.late or layout is None:
                     continue
@@ -440,23 +442,23 @@ def _sharded() -> ShardingProblem:
     return formulate(found.model, mesh, cluster, setting, merge=True)
 
 
-def _lives(formulated: ShardingProblem, states: Sequence[int]) -> list[tuple[ParamState, bool, float]]:
+def _strategies(formulated: ShardingProblem, states: Sequence[int]) -> list[tuple[ParamState, bool, float]]:
     """Of trained parameters: (life, whether anything is gathered, bytes)."""
     found = []
     for variable, state in zip(formulated.problem.variables, states, strict=True):
         if isinstance(variable, ParamVar) and formulated.model.flow.classes[variable.place].grads:
-            group, life = formulated.model.flow.classes[variable.place], variable.states[state]
-            gathered = life.stored != formulated.problem.axes.to_mesh(life.use)
-            found.append((life, gathered, float(len(group.ports) * group.first.type.nbytes)))
+            group, strategy = formulated.model.flow.classes[variable.place], variable.states[state]
+            gathered = strategy.stored != formulated.problem.axes.to_mesh(strategy.use)
+            found.append((strategy, gathered, float(len(group.ports) * group.first.type.nbytes)))
     return found
 
 
 def _stages(formulated: ShardingProblem, states: Sequence[int]) -> dict[int, float]:
     """ZeRO stage -> bytes of the parameters in it."""
     found = dict.fromkeys((1, 2, 3), 0.0)
-    for life, gathered, size in _lives(formulated, states):
+    for strategy, gathered, size in _strategies(formulated, states):
         if gathered:
-            found[(1 if life.late else 2) if life.keep else 3] += size
+            found[(1 if strategy.late else 2) if strategy.keep else 3] += size
     return found
 
 
@@ -486,7 +488,9 @@ def test_less_memory_means_a_later_stage() -> None:
     for placed in found:
         # a gradient waits for the last microbatch only beside its whole parameter
         assert all(
-            life.keep or not gathered for life, gathered, _ in _lives(formulated, placed.states) if life.late
+            strategy.keep or not gathered
+            for strategy, gathered, _ in _strategies(formulated, placed.states)
+            if strategy.late
         )
 
 

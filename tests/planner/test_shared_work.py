@@ -192,11 +192,11 @@ def test_parameters_are_padded_where_they_are_stored() -> None:
     formulated = formulate(
         with_batch(stored, 64), Mesh.parse("fsdp=64"), load_cluster("h100-dgx"), _setting("llama"), merge=True
     )
-    lives = {v.place: v.states for v in formulated.problem.variables if isinstance(v, ParamVar)}
+    strategies = {v.place: v.states for v in formulated.problem.variables if isinstance(v, ParamVar)}
     for key, group in stored.flow.classes.items():
         if group.grads:
-            assert any(life.stored == (Shard(0),) for life in lives[key]), group.first.target
-            assert all(life.stored != (R,) for life in lives[key])
+            assert any(strategy.stored == (Shard(0),) for strategy in strategies[key]), group.first.target
+            assert all(strategy.stored != (R,) for strategy in strategies[key])
 
 
 def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:

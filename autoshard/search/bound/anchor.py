@@ -33,7 +33,7 @@ class AnchorProblem:
     """A microbatch.
 
     batch: sequences per data rank. formulated: its problem. setting: of a step of one microbatch. recompute:
-    whether anything may run again. find_smallest: poses the smallest microbatch of more than one sequence.
+    whether anything may be recomputed. find_smallest: the smallest microbatch of more than one.
     """
 
     batch: int
@@ -87,7 +87,7 @@ class AnchorProblem:
 
     @cached_property
     def bytes(self) -> float:
-        """Bytes that no placements go below, with everything computed again, but for what belongs to
+        """Bytes that no placements go below, with everything recomputed, but for what belongs to
         parameters, which depends on the data ranks."""
         setting = replace(self.setting, optimistic=self.recompute)
 

@@ -1,4 +1,4 @@
-"""The best lower bound on the step for one number of microbatches on one mesh, whatever runs again."""
+"""The best lower bound on the step for one number of microbatches on one mesh, whatever is recomputed."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def with_best_bound(
 
 
 def prices_of(placements: PlacementSolution) -> tuple[float, float]:
-    """Seconds per byte between which the last byte is worth something: to what runs again, and to placements;
-    (0.0, 0.0) if there is room for all."""
+    """The range of prices of the last byte, in seconds: of recomputation, and of placements; zeros without
+    a binding budget."""
     worth = placements.solution.multiplier, marginal_price(placements.usage, placements.setting)
     prices = [price for price in worth if price]
     return (min(prices), max(prices)) if prices else (0.0, 0.0)

@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.search.bound.dual_function import DualRegime, dual_regime
 from autoshard.search.bound.joint_dual_bound import EXPOSURES
 from autoshard.search.problem.cost_terms import Bytes, Time
-from autoshard.search.solve.param_costs import Lived
+from autoshard.search.solve.param_costs import StrategyCosts
 from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import Array
 
@@ -38,16 +38,16 @@ class ZeroStageCosts:
     tied: float
 
     @staticmethod
-    def of(lived: Sequence[Lived], *, tied: float) -> ZeroStageCosts:
-        times = tuple(dict.fromkeys(key for one in lived for key in one.seconds))
-        kinds = tuple(dict.fromkeys(kind for one in lived for kind in one.bytes))
-        nothing = np.zeros(len(next(iter(lived[0].bytes.values()))))
+    def of(costs: Sequence[StrategyCosts], *, tied: float) -> ZeroStageCosts:
+        times = tuple(dict.fromkeys(key for one in costs for key in one.seconds))
+        kinds = tuple(dict.fromkeys(kind for one in costs for kind in one.bytes))
+        nothing = np.zeros(len(next(iter(costs[0].bytes.values()))))
         return ZeroStageCosts(
             times,
-            np.array([np.concatenate([one.seconds.get(key, nothing) for one in lived]) for key in times]),
+            np.array([np.concatenate([one.seconds.get(key, nothing) for one in costs]) for key in times]),
             kinds,
-            np.array([np.concatenate([one.bytes.get(kind, nothing) for one in lived]) for kind in kinds]),
-            len(lived),
+            np.array([np.concatenate([one.bytes.get(kind, nothing) for one in costs]) for kind in kinds]),
+            len(costs),
             tied,
         )
 
@@ -61,16 +61,16 @@ class DecomposedDualBound:
     gradients of parameters wait and where none does.
     """
 
-    how: StepConfig
-    lives: ZeroStageCosts
+    setting: StepConfig
+    strategies: ZeroStageCosts
     held: Array
     spent: Array
     part: Array
     flights: Mapping[bool, float]
 
     @staticmethod
-    def of(setting: StepConfig, lives: ZeroStageCosts) -> DecomposedDualBound:
-        held = np.array([setting.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
+    def of(setting: StepConfig, strategies: ZeroStageCosts) -> DecomposedDualBound:
+        held = np.array([setting.bytes_weight(kind) for kind in strategies.kinds]) @ strategies.bytes
         waiting, others = setting.waiting
         # no rank holds less than its share of what is in flight
         flights = {False: min(1.0, setting.flight)}
@@ -78,23 +78,23 @@ class DecomposedDualBound:
             flights[True] = min(1.0, waiting)
         shown = [setting.weights(exposure) for exposure in EXPOSURES]
         counted = [setting.time_weight(exposure) for exposure in EXPOSURES]
-        spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
+        spent = np.array([[count(key) for key in strategies.times] for count in counted]) @ strategies.seconds
         # where messages show, computing counts in part; no less is left of everything else, at a higher price
         part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
-        return DecomposedDualBound(setting, lives, held, spent, part, flights)
+        return DecomposedDualBound(setting, strategies, held, spent, part, flights)
 
     def least(self, prices: Array, floors: Callable[[DualRegime], Array], budget: float) -> float:
-        """Seconds that no step goes below, whatever runs again, if it fits the budget.
+        """Seconds that no step goes below, whatever is recomputed, if it fits the budget.
 
         prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
         least with what it holds at each of these, by regime; both [prices].
         """
         bound = 0.0
         for waits, flight in self.flights.items():
-            floor = self.part * floors(dual_regime(self.how, tied=self.lives.tied, waits=waits))
+            floor = self.part * floors(dual_regime(self.setting, tied=self.strategies.tied, waits=waits))
             price = prices * (self.part / flight)  # [exposures, prices]
             # [exposures, prices, stages x classes]
             least = self.spent[:, None] + price[:, :, None] * self.held
-            each = least.reshape(*price.shape, self.lives.stages, -1).min(axis=2)
+            each = least.reshape(*price.shape, self.strategies.stages, -1).min(axis=2)
             bound = max(bound, float((floor + each.sum(axis=-1) - price * budget).max()))
         return bound

@@ -88,12 +88,12 @@ def dual_values(
 ) -> Array | None:
     """Seconds of computing and talking plus price times bytes of activations that nothing goes below.
 
-    [regimes, prices]. prices: seconds per byte. recompute: whether anything may run again. None where the
+    [regimes, prices]. prices: seconds per byte. recompute: whether anything may be recomputed. None where the
     network is too wide to be eliminated for each of them.
     """
     bare = replace(setting, microbatches=1, recompute={})
     recomputed = extremes(bare) if recompute else [bare]
-    # while gradients of parameters wait, nothing is saved by what runs again
+    # while gradients of parameters wait, nothing is saved by what is recomputed
     late = [replace(bare, pipe=Pipe(1, "zb-h1"))]
     columns = [
         DualPoint(partial(_counted, policy), partial(_activations, policy), price, regime)
@@ -185,7 +185,7 @@ def _counted(policy: StepConfig, key: Time) -> float:
     """How often seconds pass that do not belong to parameters."""
     if key.kind not in ("work", "talk"):
         return 0.0
-    return 1.0 if key.backward else 1.0 + policy.again(key.segment, key.cheap)
+    return 1.0 if key.backward else 1.0 + policy.recomputed_share(key.segment, key.cheap)
 
 
 def _activations(policy: StepConfig, kind: Bytes) -> float:

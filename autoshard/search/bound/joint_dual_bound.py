@@ -24,7 +24,7 @@ from autoshard.solver.network import Array
 #: nothing of parameters shows beside computing, or all of it
 EXPOSURES = (Exposure(0.0, 0.0, 0.0, 0.0), Exposure(1.0, 1.0, 1.0, 1.0))
 #: numbers of prices in the order in which a wide problem is looked at: none, the dearest at which anything is
-#: worth to run again, and the cheapest
+#: worth recomputing, and the cheapest
 _TURNS = (0, 2, 1)
 
 
@@ -33,7 +33,7 @@ class StepOption:
     """A way to run steps. prices: of a byte, in seconds, ascending. held: how much of bytes counts in a
     setting. pipe: number of the pipeline; of several ways to count what one holds each bounds it."""
 
-    how: StepConfig
+    setting: StepConfig
     prices: tuple[float, ...]
     held: Callable[[StepConfig], Callable[[Bytes], float]] = lambda policy: policy.bytes_weight
     pipe: int = 0
@@ -49,8 +49,8 @@ def joint_dual_values(
 ) -> list[Array] | None:
     """Seconds of a step plus price times bytes that nothing goes below, [exposures, prices], of every way.
 
-    recompute: whether anything may run again. in_parts: see `search.bound.dual_function.least_of`. None where
-    the network is too wide to be eliminated for each of them.
+    recompute: whether it is allowed. in_parts: see `search.bound.dual_function.least_of`. None where the
+    network is too wide to be eliminated for each of them.
     """
     columns = [_columns(way, exposures, recompute=recompute) for way in ways]
     least = least_of(formulated, [c for some in columns for c in some], in_parts=in_parts)
@@ -62,8 +62,8 @@ def joint_dual_values(
 
 
 def _columns(way: StepOption, exposures: Sequence[Exposure], *, recompute: bool) -> list[DualPoint]:
-    """By exposure, by what runs again, by price."""
-    bare = replace(way.how, recompute={})
+    """By exposure, by what is recomputed, by price."""
+    bare = replace(way.setting, recompute={})
     return [
         DualPoint(policy.time_weight(exposure), way.held(policy), price)
         for exposure in exposures
@@ -114,7 +114,7 @@ def joint_dual_bounds(
         return
     for turn in _TURNS if share == 1.0 else _TURNS[:1]:
         at = [replace(way, prices=way.prices[turn : turn + 1]) for way in ways if turn < len(way.prices)]
-        # where bytes cost nothing, nothing is gained by what runs again
+        # where bytes cost nothing, nothing is gained by what is recomputed
         full = recompute and any(any(way.prices) for way in at)
         floors = (
             joint_dual_values(formulated, at, EXPOSURES[:1], recompute=full, in_parts=True) if at else None

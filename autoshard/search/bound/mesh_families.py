@@ -27,7 +27,7 @@ from autoshard.search.solve.step_config import OF_STATE
 from autoshard.solver.network import Array
 
 K = TypeVar("K")
-#: times the dearest price at which layers are computed again, for what does not fit even then
+#: times the dearest price at which layers are recomputed, for what does not fit even then
 _BEYOND = 2.0
 #: number of the price that is looked at alone where all of them take long
 _ALONE = 1

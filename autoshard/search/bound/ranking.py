@@ -79,7 +79,7 @@ def _candidates(
     recipe: Recipe,
 ) -> Iterator[_Bounded]:
     """Every mesh of a shape with every microbatch that divides the global one."""
-    lives: dict[Mesh, _Lives] = {}
+    strategies: dict[Mesh, _StrategyCosts] = {}
     bare: dict[int, _Bare] = {}
     uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
     zeros = _Zeros(prices, recipe, setting.overlap)
@@ -87,8 +87,8 @@ def _candidates(
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
         state = shape.state / prod(a.size for a in mesh.axes if a.meaning.may_store_sharded)
-        if mesh not in lives:
-            lives[mesh] = _Lives(shape, mesh, zeros)
+        if mesh not in strategies:
+            strategies[mesh] = _StrategyCosts(shape, mesh, zeros)
         if staged.pipes not in uneven:
             # alike for any microbatch
             uneven[staged.pipes] = tuple(
@@ -110,7 +110,7 @@ def _candidates(
                 mesh,
                 batch,
                 bare[each],
-                lives[mesh],
+                strategies[mesh],
                 ways_to_run,
                 uneven[staged.pipes],
                 bound,
@@ -124,7 +124,7 @@ def _candidates(
 class _Bare:
     """A microbatch of ``each`` sequences per data rank, on any mesh of a shape.
 
-    free_sums, lean_sums: seconds that it takes, with nothing computed again.
+    free_sums, lean_sums: seconds that it takes, with nothing recomputed.
     """
 
     def __init__(self, shape: MeshFamily, each: int, setting: StepConfig) -> None:
@@ -156,7 +156,7 @@ class _Bare:
 
     @property
     def recompute(self) -> bool:
-        """Whether anything may run again."""
+        """Whether anything may be recomputed."""
         return self._shape.ends[0].recompute
 
     @property
@@ -216,11 +216,11 @@ class _Ways:
         return self._staged.ranks
 
     def totals(self, plain: Sequence[StepSums]) -> list[list[float]]:
-        """Seconds of steps by each pipeline that take these sums, nothing computed again; [pipes, sums].
+        """Seconds of steps by each pipeline that take these sums, nothing recomputed; [pipes, sums].
 
         All that a schedule says of them is how long ranks wait.
         """
-        setting = self[0].how
+        setting = self[0].overlap_model
         busy = [(sums, busy_seconds(sums, setting)) for sums in plain]
         waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
         once = [sums.microbatch / setting.stages for sums in plain]
@@ -243,7 +243,7 @@ class _Bounded:
     mesh: Mesh
     batch: int
     bare: _Bare
-    lives: _Lives
+    strategies: _StrategyCosts
     ways: _Ways
     uneven: tuple[float, ...]
     bound: float
@@ -253,10 +253,10 @@ class _Bounded:
     proven: float
 
     def _sums(self, setting: StepConfig, *, lean: bool) -> list[StepSums]:
-        """Of a microbatch that nothing is computed again for, by lives. lean: of those that hold less."""
+        """Of a microbatch that nothing is recomputed for, by strategies. lean: of those that hold less."""
         key = (setting.apart, setting.sums_up, lean)
         if key not in self._cache:
-            sums = self.lives.sums(self.bare.each, setting, lean=lean)
+            sums = self.strategies.sums(self.bare.each, setting, lean=lean)
             plain = self.bare.lean_sums if lean else self.bare.free_sums
             self._cache[key] = [plain + extra for extra in sums]
         return self._cache[key]
@@ -267,7 +267,7 @@ class _Bounded:
 
     @cached_property
     def _steps(self) -> list[list[float]]:
-        """Seconds that the fastest placements take if nothing is computed again; [pipes, lives].
+        """Seconds that the fastest placements take if nothing is recomputed; [pipes, lives].
 
         Where something else fits, inf for what parameters do not fit in.
         """
@@ -276,7 +276,7 @@ class _Bounded:
         if self.budget is None:
             return totals
         limit = _LEANER * self.budget
-        states = self.lives.at(each, lean=False)
+        states = self.strategies.at(each, lean=False)
         over = [self.bare.free.state_bytes(setting, extra) > limit for extra in states]
         if all(over):
             return totals
@@ -344,7 +344,8 @@ class _Bounded:
         """What each of the pipelines takes at least of what parameters do."""
         if k not in self._bounds:
             self._bounds[k] = [
-                DecomposedDualBound.of(self.ways[k], lives) for lives in self.lives.least(self.bare.each)
+                DecomposedDualBound.of(self.ways[k], strategies)
+                for strategies in self.strategies.least(self.bare.each)
             ]
         return self._bounds[k]
 
@@ -401,12 +402,14 @@ class _Bounded:
     ) -> tuple[StepConfig, float] | None:
         """(setting, seconds of a step) of the fastest that fits, or None.
 
-        floors: seconds of a step that nothing is computed again for, by lives. lean: see `_sums`.
+        floors: seconds of a step that nothing is recomputed for, by strategies. lean: see `_sums`.
         """
         filling, sums = self.bare.lean if lean else self.bare.free, self._sums(setting, lean=lean)
         best: tuple[StepConfig, float] | None = None
-        for extra, plain, floor in zip(self.lives.at(self.bare.each, lean=lean), sums, floors, strict=True):
-            # computing again only adds, but for rounding
+        for extra, plain, floor in zip(
+            self.strategies.at(self.bare.each, lean=lean), sums, floors, strict=True
+        ):
+            # recomputing only adds, but for rounding
             if best is not None and floor > (1 + _ROUNDING) * best[1]:
                 continue
             budget = self.budget
@@ -428,7 +431,7 @@ class _Bounded:
         return self.budget is None or any(
             filling.state_bytes(setting, extra) <= self.budget
             for filling, lean in ways
-            for extra in self.lives.at(each, lean=lean)
+            for extra in self.strategies.at(each, lean=lean)
         )
 
 
@@ -457,7 +460,7 @@ class _Unlimited:
         return self.bounded.may_fit()
 
 
-class _Lives:
+class _StrategyCosts:
     """What the parameters of a shape may take on one mesh, by the sequences of a data rank.
 
     Placements of different microbatches may use parameters differently (experts are gathered for many
@@ -476,9 +479,9 @@ class _Lives:
         """By stages of ZeRO. lean: of placements that hold less."""
         if (each, lean) not in self._at:
             low, high, t = self._shape.place(each)
-            low_stages, high_stages = _paired(self._of(low, lean)[1], self._of(high, lean)[1], t)
+            lows, highs = _paired(self._of(low, lean)[1], self._of(high, lean)[1], t)
             self._at[each, lean] = [
-                a if a is b else between(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)
+                a if a is b else between(a, b, t) for a, b in zip(lows, highs, strict=True)
             ]
         return self._at[each, lean]
 
@@ -486,10 +489,8 @@ class _Lives:
         """The seconds among it, in a setting of which only matters whether there are several microbatches,
         and a pipeline."""
         low, high, t = self._shape.place(each)
-        low_stages, high_stages = _paired(
-            self._seconds(low, setting, lean), self._seconds(high, setting, lean), t
-        )
-        return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
+        lows, highs = _paired(self._seconds(low, setting, lean), self._seconds(high, setting, lean), t)
+        return [a if a is b else mixed(a, b, t) for a, b in zip(lows, highs, strict=True)]
 
     def least(self, each: int) -> list[ZeroStageCosts]:
         """What they take at least, however they are used by the one end or the other."""
@@ -499,7 +500,8 @@ class _Lives:
             if used.likeness not in self._least:
                 zero = self._zeros.of(used)
                 tied = zero.ties(self._mesh, self._links, 1 - self._zeros.overlap)
-                self._least[used.likeness] = ZeroStageCosts.of(zero.lived(self._mesh, self._links), tied=tied)
+                costs = zero.strategy_costs(self._mesh, self._links)
+                self._least[used.likeness] = ZeroStageCosts.of(costs, tied=tied)
             terms.append(self._least[used.likeness])
         return terms
 

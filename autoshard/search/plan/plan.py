@@ -105,7 +105,7 @@ class Plan:
     mesh: ``dp=2,tp=2``. cluster: name of the cluster of the cost model. budget: bytes per
     rank, None if no limit was set.
     fingerprint: of the folded graph the plan is for. nodes: the way every op runs. values: the layout
-    of shared values and segment inputs. params: the life of every class of parameters. ports: layout
+    of shared values and segment inputs. params: the strategy of every class of parameters. ports: layout
     of inputs and tangents. results: layout of outputs, by position in the joint results.
     why: reasons, under the same keys as text. warnings: things a reader should know. target: where the
     model came from. replicated: ops without a rule, which run replicated. microbatches: the graph is

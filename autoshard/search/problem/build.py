@@ -58,7 +58,7 @@ from autoshard.search.problem.exposed_collectives import reduce_chains
 from autoshard.search.problem.merge_entries import merged
 from autoshard.search.problem.op_classes import batch_dims
 from autoshard.search.problem.param_buckets import Shares
-from autoshard.search.problem.param_strategies import SENT, ParamStrategies, lives_of
+from autoshard.search.problem.param_strategies import SENT, ParamStrategies, strategies_of
 from autoshard.search.problem.problem import MORE, Blueprint, Model, Problem, batch_of
 from autoshard.search.problem.problem_prices import Prices
 from autoshard.search.problem.search_axes import SearchAxes
@@ -105,7 +105,7 @@ class _Builder:
         self.ways: dict[tuple[TensorType, bool, Laid, Laid], LayoutChange] = {}
         self.calls: dict[object, CallGroup] = {}
         self.growing: dict[Place, bool] = {}
-        self.lives: dict[object, ParamStrategies] = {}
+        self.strategies: dict[object, ParamStrategies] = {}
         self.scalable = not model.kinds.twice
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
@@ -253,7 +253,7 @@ class _Builder:
             states = self._states(name, number, tuple(must))
             call = self._call(name, number, states)
             var = self._add_node(name, number, states)
-            recomputed = self.kept.again([(name, number)])
+            recomputed = self.kept.recomputed_by([(name, number)])
             if rule.exchange:
                 talk = Time("talk", self.backward[name], *recomputed)
                 self.entries.append(Exchanged(talk, var, self.counts[name], call))
@@ -315,7 +315,7 @@ class _Builder:
             offered = self._source(var_number, 0)
             if value not in inputs:
                 producer, position = self.producer[place]
-                talk = Time("talk", self.backward[name], *self.kept.again(self.users.get(place, ())))
+                talk = Time("talk", self.backward[name], *self.kept.recomputed_by(self.users.get(place, ())))
                 self._connect(talk, producer, position, var_number, offered, place, type_, self.counts[name])
             self.producer[place] = (var_number, 0)
 
@@ -375,22 +375,24 @@ class _Builder:
             assert isinstance(var, ValueVar)
             phases.add(self.backward[target[0]])
             uses.update(dict.fromkeys(u for u in var.states if not _is_partial(u)))
-        lives = self._lives(group, tuple(uses), frozenset(phases))
-        number = self._add(group.key, ParamVar(group.key, lives.states))
-        for key, seconds in lives.seconds.items():
+        strategies = self._strategies(group, tuple(uses), frozenset(phases))
+        number = self._add(group.key, ParamVar(group.key, strategies.states))
+        for key, seconds in strategies.seconds.items():
             self.entries.append(Fixed(key, number, None, seconds))
-        for kind, held in lives.held.items():
+        for kind, held in strategies.held.items():
             self.entries.append(Fixed(kind, number, None, held))
 
-    def _lives(self, group: PortClass, uses: tuple[Layout, ...], phases: frozenset[bool]) -> ParamStrategies:
+    def _strategies(
+        self, group: PortClass, uses: tuple[Layout, ...], phases: frozenset[bool]
+    ) -> ParamStrategies:
         """How a parameter may live; many are alike."""
         share = self.model.shares.get(group.key, Shares()).gather
         stored = tuple(self._stored_layouts(group))
         port, trained = group.first, bool(group.grads)
         key = (port.kind, port.type, trained, len(group.ports), stored, uses, phases, share)
-        if key not in self.lives:
-            self.lives[key] = lives_of(group, stored, uses, phases, self.axes, self.prices, share)
-        return self.lives[key]
+        if key not in self.strategies:
+            self.strategies[key] = strategies_of(group, stored, uses, phases, self.axes, self.prices, share)
+        return self.strategies[key]
 
     def _stored_layouts(self, group: PortClass) -> list[Layout]:
         """Layouts over the mesh that a parameter may have between steps."""
@@ -505,7 +507,7 @@ class _Builder:
     def _edges_inside(self, name: str) -> None:
         for number in range(len(self.model.folded.segments[name].nodes)):
             refs = self.kinds[name, number].refs
-            kind = Time("talk", self.backward[name], *self.kept.again([(name, number)]))
+            kind = Time("talk", self.backward[name], *self.kept.recomputed_by([(name, number)]))
             target = self.index["node", name, number]
             var = self.variables[target]
             assert isinstance(var, NodeVar)
@@ -531,7 +533,7 @@ class _Builder:
         maker, position = self.producer[grad]
         whole = (R,) * len(self.sizes)
         given = [self.axes.to_mesh(g or whole) for g in self._source_layouts(maker, position)]
-        stored = [life.stored for life in variable.states]
+        stored = [strategy.stored for strategy in variable.states]
         # a parameter may be stored in a larger shape than it is used in (see `search.problem.padded_params`)
         type_ = replace(self._type(grad), shape=group.first.type.shape)
         share = self.model.shares[group.key].reduce
@@ -544,9 +546,9 @@ class _Builder:
         if grad[0] in self.layers:
             sent = np.where([_is_partial(g) for g in given], nbytes, 0.0)
             self.entries.append(Fixed(Bytes("sent"), maker, None, SENT * sent))
-        late = np.array([life.late for life in variable.states])
+        late = np.array([strategy.late for strategy in variable.states])
         # what waits for the last microbatch is counted as large as the parameter in use, not larger
-        used = np.array([bytes_of(self.axes.to_mesh(life.use)) for life in variable.states])
+        used = np.array([bytes_of(self.axes.to_mesh(strategy.use)) for strategy in variable.states])
         matrix = np.where((nbytes[:, None] > MORE * used) & late, np.inf, matrix)
         infinite = np.isinf(matrix)
         chains = reduce_chains(given, stored, table, self.axes.mesh_meanings, share.other)

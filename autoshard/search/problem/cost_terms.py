@@ -29,7 +29,7 @@ class Time(NamedTuple):
     kind: as in `cost.step_time.StepSums`. inline, once: what parameters take that nothing hides, in every
     microbatch or once a step (`search.problem.exposed_collectives`). sum: adding gradients to those of the
     microbatches before, if there are several. backward: the phase. segment: of work and talk that full
-    recomputation would run again, else "". cheap: whether selective recomputation would, too.
+    recomputation would repeat, else "". cheap: whether selective recomputation would, too.
     """
 
     kind: TimeKind
@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
     what gradients hold beyond that while they are summed over several microbatches: in fp32 if of half
     precision, and whole where they are reduced late. sent: gradients of one layer that wait for their
     reduction. held: activations that backward reads and that cross between segments. kept: other activations
-    of a segment, which could be computed again; cheap: by selective recomputation, too. extra: what selective
+    of a segment, which could be recomputed; cheap: by selective recomputation, too. extra: what selective
     recomputation would keep in their place. input: what a call takes and would have to be kept for full
     recomputation; cheap: for selective, too. waiting: gradients of activations that gradients of parameters
     are made of. late: whether those of parameters are made of what is held or kept, where that decides how

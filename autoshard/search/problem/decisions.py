@@ -12,7 +12,7 @@ from autoshard.rules.states import OpState
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """How a parameter lives.
+    """How a parameter is stored and used.
 
     stored: between steps (and so its optimizer state). use: gathered for computing.
     keep: whether the gathered copy stays for the whole step (ZeRO-1, ZeRO-2) or is gathered again for
@@ -46,7 +46,7 @@ class ValueVar:
 
 @dataclass(frozen=True, slots=True)
 class ParamVar:
-    """The life of a class of parameters (or buffers and constants, which only have one copy)."""
+    """The strategy of a class of parameters (or buffers and constants, which only have one copy)."""
 
     place: Place
     states: tuple[ParamState, ...]

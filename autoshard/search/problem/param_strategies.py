@@ -1,4 +1,4 @@
-"""The lives that a parameter may lead: how it is stored, gathered and reduced, and what each costs."""
+"""The strategies that a parameter may have: how it is stored, gathered and reduced, and what each costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ParamStrategies:
     held: dict[Bytes, Array]
 
 
-def lives_of(
+def strategies_of(
     group: PortClass,
     stored: Sequence[Layout],
     uses: Sequence[Layout],

@@ -1,7 +1,7 @@
-"""What is kept from forward to backward, each storage once, and what computing it again takes.
+"""What is saved from forward for backward, each storage once, and what recomputing it takes.
 
 The same choice as the pass `recompute` makes: full recomputation starts from what a call takes; selective
-recomputation keeps the fewest bytes from which no matrix product and no attention runs again.
+recomputation keeps the fewest bytes from which no matrix product and no attention is recomputed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SavedTerms:
     full: frozenset[NodeKey]
     selective: frozenset[NodeKey]
 
-    def again(self, nodes: Collection[NodeKey]) -> tuple[str, bool]:
-        """(segment, whether under both policies) if any of the nodes runs again; ("", False) if none does."""
+    def recomputed_by(self, nodes: Collection[NodeKey]) -> tuple[str, bool]:
+        """(segment, whether under both policies) if any of the nodes is recomputed, else ("", False)."""
         hit = next((n for n in nodes if n in self.selective), None)
         if hit is not None:
             return hit[0], True
@@ -39,9 +39,9 @@ class SavedTerms:
 
 
 def kept_activations(folded: Folded, flow: Flow, rules: Mapping[NodeKey, Factored]) -> SavedTerms:
-    """What backward reads of forward, and what would run again instead.
+    """What backward reads of forward, and what would be recomputed instead.
 
-    What another call of forward takes, too, is held in any case: running a call again needs its inputs.
+    What another call of forward takes, too, is held in any case: recomputing a call needs its inputs.
     """
     return _Analysis(folded, flow, rules).run()
 

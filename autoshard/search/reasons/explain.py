@@ -170,7 +170,7 @@ def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: Se
 
 
 def _face(variable: Variable, state: int, mesh: Mesh, axes: SearchAxes) -> str:
-    """What a reader sees of a state: the layout of the result, or the life of a parameter."""
+    """What a reader sees of a state: the layout of the result, or the strategy of a parameter."""
     match variable:
         case NodeVar():
             chosen = variable.states[state]
@@ -178,12 +178,12 @@ def _face(variable: Variable, state: int, mesh: Mesh, axes: SearchAxes) -> str:
             return "" if layout is None else _layout(axes.to_mesh(layout), mesh)
         case ParamVar():
             strategy = variable.states[state]
-            return life_text(replace(strategy, use=axes.to_mesh(strategy.use)), mesh)
+            return strategy_text(replace(strategy, use=axes.to_mesh(strategy.use)), mesh)
         case _:
             return _layout(axes.to_mesh(variable.states[state]), mesh)
 
 
-def life_text(strategy: ParamState, mesh: Mesh) -> str:
+def strategy_text(strategy: ParamState, mesh: Mesh) -> str:
     """``fsdp:S(0) used as fsdp:R, ZeRO-3``; strategy: with layouts over the mesh."""
     if strategy.stored == strategy.use:
         return _layout(strategy.stored, mesh)
@@ -191,7 +191,7 @@ def life_text(strategy: ParamState, mesh: Mesh) -> str:
 
 
 def zero_stage(strategy: ParamState) -> str:
-    """The stage of Rajbhandari et al., ZeRO, SC'20, that a life with something to gather is."""
+    """The stage of Rajbhandari et al., ZeRO, SC'20, that a strategy with something to gather is."""
     return ("ZeRO-1" if strategy.late else "ZeRO-2") if strategy.keep else "ZeRO-3"
 
 

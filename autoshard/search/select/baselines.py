@@ -41,7 +41,7 @@ class BaselineConfigurations:
 class MemoryCheck:
     """What a configuration may hold if its program is to fit, as a plan of ours finds out for the same mesh.
 
-    setting: with what runs again. bytes: as the search counts them, None for no limit.
+    setting: with what is recomputed. bytes: as the search counts them, None for no limit.
     """
 
     setting: StepConfig

@@ -37,7 +37,7 @@ class _Known:
     configuration: Configuration
     estimated: float
     seconds: float
-    judged: float
+    evaluated: float
     choices: int = 0
 
     @property
@@ -58,15 +58,15 @@ class _Waiting:
     """A solution that is no program yet."""
 
     solution: CandidateSolution
-    judged: float
+    evaluated: float
 
 
 class BranchAndBound:
-    """Configurations that were solved, best first.
+    """The state of a branch and bound over configurations.
 
-    one_kind: whether one solution will do, with a pipeline or without. incumbent: the fastest that fits, and
-    reached, its seconds: of its simulated step where there is a program. seconds: as judged, of every
-    configuration that was entered and solved, inf where nothing fits.
+    one_kind: whether one solution is enough, with a pipeline or without. incumbent: the fastest that fits;
+    reached: its seconds, simulated where there is a program. seconds: as evaluated, of every solved
+    configuration, inf where nothing fits.
     """
 
     def __init__(self, *, one_kind: bool) -> None:
@@ -77,7 +77,7 @@ class BranchAndBound:
         self._alike: Counter[object] = Counter()
         self._standing: dict[Configuration, _Known] = {}
         self._waiting: list[_Waiting] = []
-        #: with a pipeline or without -> simulated seconds of a program over what it was judged to take
+        #: with a pipeline or without -> simulated seconds of a program over what it was evaluated to take
         self._off: dict[bool, float] = {}
 
     @property
@@ -86,19 +86,19 @@ class BranchAndBound:
         return self.incumbent is not None or bool(self._waiting)
 
     def needed(self, config: Configuration) -> float:
-        """Seconds that a configuration has to be judged to take less than to be the best, by what was
-        measured of others: with a pipeline and without, judgements err alike. Of those with a pipeline, what
-        was measured of one without says little, nor the other way round: they may be judged right."""
+        """Seconds that a configuration has to be evaluated to take less than to be the best, by what was
+        measured of others: with a pipeline and without, evaluations err alike. Of those with a pipeline, what
+        was measured of one without says little, nor the other way round: they may be evaluated right."""
         least = min((1.0, *self._off.values()))
         return self.reached / self._off.get(_piped(config), least)
 
     def ahead(self, config: Configuration) -> float:
         """Seconds of what a configuration has to be faster than, if what waits to be a program fits."""
-        return min(self.needed(config), *(s.judged for s in self._waiting), inf)
+        return min(self.needed(config), *(s.evaluated for s in self._waiting), inf)
 
     def worth(self, config: Configuration) -> float:
         """Seconds of the search that a configuration has to be able to get below for its solution to be worth
-        all work: what is judged otherwise, with its stages cut, may be a little over the best."""
+        all work: what is evaluated otherwise, with its stages cut, may be a little over the best."""
         return self.ahead(config) * (_MARGIN if _piped(config) else 1.0)
 
     def leaves_out(self, estimated: Estimated) -> bool:
@@ -152,7 +152,7 @@ class BranchAndBound:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
         by how much the estimates of those like it were wrong."""
         config = estimated.configuration
-        off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, config)]
+        off = [s.evaluated / s.estimated for s in self._standing.values() if self._err_alike(s, config)]
         return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(config)
 
     def _err_alike(self, other: _Known, config: Configuration) -> bool:
@@ -169,7 +169,7 @@ class BranchAndBound:
         near = [s for s in comparable if alike(s.configuration) == alike(config)]
         if not comparable or not isfinite(estimated.seconds):
             return False
-        slower = min(s.judged / s.estimated for s in near or comparable)
+        slower = min(s.evaluated / s.estimated for s in near or comparable)
         far = (_MARGIN if _splits(config) or _piped(config) else _SAME) if near else _FAR
         return slower * estimated.seconds > far * self.needed(config)
 
@@ -182,12 +182,12 @@ class BranchAndBound:
         """One is about to be solved."""
         self._alike[alike(config)] += 1
 
-    def solve(self, estimated: Estimated, solution: CandidateSolution, judged: float) -> None:
+    def solve(self, estimated: Estimated, solution: CandidateSolution, evaluated: float) -> None:
         """One was solved; judged: seconds of its step if it fits."""
         config, choices = solution.configuration, solution.formulated.problem.choices
-        seconds, self.seconds[config] = solution.placements.seconds, judged
-        self._standing[config] = _Known(config, estimated.seconds, seconds, judged, choices)
-        self._waiting.append(_Waiting(solution, judged))
+        seconds, self.seconds[config] = solution.placements.seconds, evaluated
+        self._standing[config] = _Known(config, estimated.seconds, seconds, evaluated, choices)
+        self._waiting.append(_Waiting(solution, evaluated))
 
     def rule_out(self, estimated: Estimated) -> None:
         """One is proven not to be the best, by its bound. It is as good as solved for what it says of others
@@ -200,40 +200,40 @@ class BranchAndBound:
         what is not solved yet.
 
         One without a pipeline goes before one with that is about as fast: it is a program sooner, and what a
-        schedule piles up, which may not fit, is not in the judgement.
+        schedule piles up, which may not fit, is not in the evaluation.
         """
         first = min(self._waiting, key=_turn, default=None)
         if first is None or _turn(first) > _SAME * expected:
             return None
         self._waiting.remove(first)
-        return first.solution, first.judged
+        return first.solution, first.evaluated
 
     def fail(self, config: Configuration) -> None:
         """Nothing of it fits."""
         self.seconds[config] = inf
         self._standing.pop(config, None)
 
-    def finish(self, solution: CandidateSolution, judged: float, measured: float | None = None) -> None:
+    def finish(self, solution: CandidateSolution, evaluated: float, measured: float | None = None) -> None:
         """A solution that fits, or that is slower than the best one. measured: seconds of its simulated step,
         if it was made a program."""
         config = solution.configuration
-        self.seconds[config] = judged
+        self.seconds[config] = evaluated
         standing = self._standing.get(config)
         if standing is not None:  # what had to hold less may have become far slower than its estimate
-            more = judged / standing.judged
+            more = evaluated / standing.evaluated
             estimated = standing.estimated * (more if _piped(config) and more > _MARGIN else 1.0)
             self._standing[config] = replace(
-                standing, estimated=estimated, seconds=solution.placements.seconds, judged=judged
+                standing, estimated=estimated, seconds=solution.placements.seconds, evaluated=evaluated
             )
         if measured is not None:
-            self._off[_piped(config)] = measured / judged
-        if self.incumbent is None or judged < self.needed(config):
+            self._off[_piped(config)] = measured / evaluated
+        if self.incumbent is None or evaluated < self.needed(config):
             self.incumbent = solution
-            self.reached = judged * self._off.get(_piped(config), 1.0)
+            self.reached = evaluated * self._off.get(_piped(config), 1.0)
 
 
 def _turn(waiting: _Waiting) -> float:
-    return waiting.judged * (_CLOSE if _piped(waiting.solution.configuration) else 1.0)
+    return waiting.evaluated * (_CLOSE if _piped(waiting.solution.configuration) else 1.0)
 
 
 def _piped(config: Configuration) -> bool:

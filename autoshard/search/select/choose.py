@@ -41,11 +41,10 @@ def choose(
     progress: Callable[[str], None] = lambda _: None,
     evaluator: Evaluator | None = None,
 ) -> CandidateSolution:
-    """The best plan over all meshes, and over microbatches if a global batch is asked for.
+    """The best plan over all meshes, and over microbatches with a global batch.
 
-    Raises UsageError if no mesh can be used for the model and InfeasibleError if nothing fits, with what
-    fills the memory of the mesh that needs least. On a KeyboardInterrupt the best found so far is returned.
-    evaluator: of solved configurations, once they are programs.
+    Raises UsageError if the model can use no mesh, and InfeasibleError if nothing fits, with the breakdown
+    of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions.
     """
     request = request or SearchRequest()
     if not meshes:
@@ -205,9 +204,9 @@ class _Search:
         return self.shapes.ranked(shape)
 
     def baselines(self, devices: int, solution: CandidateSolution) -> tuple[Baseline, ...]:
-        """What a user would have picked on as many devices, beside what was found."""
+        """The baselines on as many devices, beside what was found."""
         self.progress("pricing the baselines")
-        # by hand nothing is pinned
+        # baselines have no pins
         request, setting = replace(self.request, pins=()), self.setting
         solved = [] if self.request.pins else self.solved
 
@@ -228,7 +227,7 @@ class _Search:
             )
             sharded = pricing(of_stored, ())
         seen = [staged for shape in self.solved for staged in shape.meshes]
-        reached = self.exact.judged(solution)
+        reached = self.exact.evaluated(solution)
         return price_baselines(
             devices, self.cluster, request.budget, setting, plain, sharded, seen, self._room, reached
         )
@@ -255,7 +254,7 @@ class _Search:
 
     def better(self, solution: CandidateSolution, given: Sequence[Staged]) -> CandidateSolution:
         """What was found, or a faster plan on a baseline's mesh if that was given: estimates left it out."""
-        seconds = self.exact.judged(solution)
+        seconds = self.exact.evaluated(solution)
         given_fits = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
         first = min(given_fits, key=lambda s: s.placements.seconds, default=solution)
         slower = first.placements.seconds >= seconds

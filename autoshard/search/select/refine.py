@@ -52,10 +52,9 @@ class Evaluator(Protocol):
 class CandidateSolver:
     """Solves configurations; what a search has to say of failures and an interruption stays with it.
 
-    failures: of what could not be solved, for the error if nothing can. interrupted: whether the user
-    stopped the search; what is known by then still gives a plan. judge: how pipelines are compared, which the
-    formula for equal stages only estimates, and whether what looks best fits as a program; without one they
-    are thought to be as uneven as they have to be.
+    failures: errors of configurations, raised if none is solved. interrupted: whether the user stopped the
+    search; the incumbent is then the plan. evaluator: simulates pipelines with their stages cut, and says
+    whether a solution fits as a program; without one, stages are estimated.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class CandidateSolver:
                 raise
             self.interrupted = True
         else:
-            bnb.solve(estimated, solution, self.judged(solution))
+            bnb.solve(estimated, solution, self.evaluated(solution))
 
     def _fit(self, bnb: BranchAndBound, expected: float) -> bool:
         """Make programs of the solutions that take no more seconds than is expected of all others; returns
@@ -237,12 +236,12 @@ class CandidateSolver:
                 if self.interrupted and bnb.incumbent is not None:
                     continue  # what is known to fit goes before what may be faster
                 if fits.placements is not solution.placements:
-                    solution, seconds = fits, self.judged(fits)
+                    solution, seconds = fits, self.evaluated(fits)
                 measured = self.evaluator.measured(solution)
             bnb.finish(solution, seconds, measured)
         return fitted
 
-    def judged(self, solution: CandidateSolution) -> float:
+    def evaluated(self, solution: CandidateSolution) -> float:
         """Seconds by which a solved configuration is compared."""
         if solution.configuration.pipe.ranks == 1 or self.interrupted:
             return solution.placements.seconds

@@ -1,4 +1,4 @@
-"""What is asked of the search, and what comes back."""
+"""The request to the search, and what comes back."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ WORK = 5_400_000
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked of the search.
+    """A request to the search.
 
-    budget: bytes per rank, None for no limit. batch: sequences per step; None: those the model was captured
-    with, in one microbatch. recompute: whether activations may be computed again. overlap: share of
-    computing that hides parameter collectives (None: what the cluster says). recipe: what training keeps
-    per parameter. baselines: whether to price what a user would have picked by hand. pins: placements that
-    are decided already. tactics: what to decide axis by axis, on a mesh that is given. work: that may be done
-    for its problems (see `solver.solution_cache`) before the best plan that fits is taken: counted, not
-    timed, so that plans are the same on every machine.
+    budget: bytes per rank, None for no limit. batch: sequences per step; None: as captured, in one
+    microbatch. recompute: whether it is allowed. overlap: share of compute that overlaps parameter
+    collectives (None: that of the cluster). recipe: optimizer state per parameter. baselines: whether to
+    price them. pins: fixed placements. tactics: of a given mesh, axis by axis. work: limit of the work for
+    its problems (see `solver.solution_cache`), then the incumbent is the plan: counted, not timed, so that
+    plans are the same on every machine.
     """
 
     budget: int | None = None
@@ -43,10 +42,9 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A configuration that was not taken.
+    """A rejected configuration.
 
-    name: its mesh, with microbatches. seconds: of a step. solved: whether these are of its best plan, or else
-    an estimate.
+    name: its mesh, with microbatches. seconds: of a step. solved: whether they are exact, not an estimate.
     """
 
     name: str
@@ -56,12 +54,11 @@ class Rejected:
 
 @dataclass(frozen=True)
 class CandidateSolution:
-    """The best found.
+    """The incumbent at the end of a search.
 
-    bound: seconds; no plan that was considered is faster. configuration_bound: seconds; no placements and no
-    recomputation make the chosen configuration faster. rejected: other configurations, those that were
-    solved first, best first. interrupted: whether the search was stopped before its end. spent: whether it
-    ended because all work was done that was asked of it.
+    bound: dual bound of all candidates, in seconds. configuration_bound: of the chosen configuration.
+    rejected: other configurations, solved ones first, best first. interrupted: whether the user stopped the
+    search. spent: whether it reached the work limit.
     """
 
     formulated: ShardingProblem

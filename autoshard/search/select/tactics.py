@@ -187,7 +187,7 @@ def _face(variable: Variable, state: int, axes: SearchAxes, chosen: Sequence[int
             one = variable.states[state]
             return tuple(part(x) for x in (*one.inputs, *one.outputs))
         case ParamVar():
-            life = variable.states[state]
-            return part(life.stored), part(life.use)
+            strategy = variable.states[state]
+            return part(strategy.stored), part(strategy.use)
         case _:
             return part(variable.states[state])

@@ -1,1 +1,1 @@
-"""One configuration solved: placements, recomputation and lives of parameters within the memory."""
+"""One configuration solved: placements, recomputation and strategies of parameters within the memory."""

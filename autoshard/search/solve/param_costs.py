@@ -75,18 +75,18 @@ def least_parameters(formulated: ShardingProblem) -> Parameters:
 
 
 def _parameters(
-    formulated: ShardingProblem, lives: Callable[[int, ParamVar], Sequence[ParamState]]
+    formulated: ShardingProblem, strategies: Callable[[int, ParamVar], Sequence[ParamState]]
 ) -> Parameters:
-    """lives: that a parameter may lead, by its number and variable."""
+    """lives: that a parameter may have, by its number and variable."""
     rows = []
     shapes: list[tuple[tuple[int, ...], ...]] = []
     shares: list[Shares] = []
     axes, prices = formulated.problem.axes, formulated.prices
     for number, variable, group, phases in _trained(formulated):
         type_ = group.first.type
-        chosen = lives(number, variable)
-        uses = dict.fromkeys(life.use for life in chosen)
-        stored = dict.fromkeys(_off_data(life.stored, formulated) for life in chosen)
+        chosen = strategies(number, variable)
+        uses = dict.fromkeys(strategy.use for strategy in chosen)
+        stored = dict.fromkeys(_off_data(strategy.stored, formulated) for strategy in chosen)
         wholes = [prices.ops.local_bytes(type_, use, axes.sizes) for use in uses]
         base = min(prices.params.local_bytes(type_, lay, axes.mesh_sizes) for lay in stored)
         shares.append(formulated.model.shares[variable.place])
@@ -191,7 +191,7 @@ def _data_ways(use: Layout, formulated: ShardingProblem) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Lived:
+class StrategyCosts:
     """What classes of parameters take in one stage of ZeRO: seconds and bytes by kind, [classes] each."""
 
     seconds: Mapping[Time, Array]
@@ -225,13 +225,13 @@ class Zero:
         """
         return [
             AssignmentCosts(
-                {k: float(each.sum()) for k, each in lived.seconds.items()},
-                {k: float(each.sum()) for k, each in lived.bytes.items()},
+                {k: float(each.sum()) for k, each in strategy_costs.seconds.items()},
+                {k: float(each.sum()) for k, each in strategy_costs.bytes.items()},
             )
-            for lived in self.lived(mesh, links)
+            for strategy_costs in self.strategy_costs(mesh, links)
         ]
 
-    def lived(self, mesh: Mesh, links: Sequence[AxisLink]) -> list[Lived]:
+    def strategy_costs(self, mesh: Mesh, links: Sequence[AxisLink]) -> list[StrategyCosts]:
         """The same by class. Of the least of every figure, nothing that any way to use or to store a class
         would save."""
         given, part = self.given, self._part
@@ -289,7 +289,7 @@ class Zero:
         sums_up = gathered | (given.split < ways * prod(mesh.sizes[k] for k in spread))
         packed = np.where(sums_up & (gathered | (not given.least)), self._packed, 0.0)
         if not gathered.any() and not given.least:
-            return [Lived({**fixed, **last, Time("once"): packed}, _held(state, sums))]
+            return [StrategyCosts({**fixed, **last, Time("once"): packed}, _held(state, sums))]
         (gather, bare), whole = sharded(self._gather), given.count * given.whole
         unpacked = np.where(gathered & self._shared, gather_copies(own, given.whole, self.traffic), 0.0)
         bare = bare + given.count * unpacked
@@ -303,15 +303,15 @@ class Zero:
         whole_sums = more * self._summed
         whole_adding = adding + more * self._added / self.traffic
         return [
-            Lived(
+            StrategyCosts(
                 {**fixed, **ahead, **each, Time("inline", True): bare * both + packed},
                 {**_held(state, sums), Bytes("window"): windows},
             ),
-            Lived(
+            StrategyCosts(
                 {**fixed, **first, **each, Time("inline", True): packed, Time("once"): bare},
                 _held(held, sums),
             ),
-            Lived(
+            StrategyCosts(
                 {**fixed, **first, **last, Time("sum"): whole_adding, Time("once"): bare + packed},
                 _held(held, sums + whole_sums),
             ),

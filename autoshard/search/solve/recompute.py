@@ -1,8 +1,8 @@
-"""Which calls to compute again so that what is placed fits: layer by layer, the cheapest bytes first.
+"""Which calls to recompute so that what is placed fits: layer by layer, the cheapest bytes first.
 
 Every layer of a kind frees the same bytes for the same seconds, so a choice is how many calls of each
-segment run again and by which policy: a small knapsack, solved over all policies with the calls filled in
-order of seconds per byte (Galvatron chooses per layer, too: Miao et al., VLDB 2023).
+segment are recomputed by which policy: a knapsack over all policies, filled in order of seconds per byte
+ (Galvatron chooses per layer, too: Miao et al., VLDB 2023).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = 4
 
 @dataclass(frozen=True)
 class _Option:
-    """What running one call of a segment again frees, and costs."""
+    """What recomputing one call of a segment frees, and costs."""
 
     segment: str
     policy: Literal["selective", "full"]
@@ -48,17 +48,17 @@ def choose_recompute(taken: AssignmentCosts, setting: StepConfig, budget: float)
 
 
 class RecomputePlanner:
-    """Recomputation for one profile, in many settings and beside many others that run nothing again.
+    """Recomputation for one profile, in many settings and beside many others without recomputation.
 
     calls: how often each forward segment of a layer is called, in every setting that is asked about. What a
-    segment holds and takes depends on what of it runs again and on nothing else that does.
+    segment holds and takes depends on what of it is recomputed and on nothing else that does.
     """
 
     def __init__(self, taken: AssignmentCosts, calls: Mapping[str, int]) -> None:
         self.usage, self.calls = taken, calls
         #: the part of it that belongs to parameters
         self._state = AssignmentCosts({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
-        #: bytes of activations of each segment, and of no segment that may run again
+        #: bytes of activations of each segment, and of no segment that may be recomputed
         self._of_segment: dict[str, list[tuple[Bytes, float]]] = {name: [] for name in calls}
         self._others: list[tuple[Bytes, float]] = []
         for key, n in taken.bytes.items():
@@ -86,7 +86,7 @@ class RecomputePlanner:
         """(the setting with the cheapest recomputation that fits the budget, seconds of a step), or None.
 
         beside: what is taken as well: seconds of other kinds, and bytes of state alone. plain: all seconds,
-        with nothing run again, if they are known.
+        with nothing recomputed, if they are known.
         """
         bare = setting if not setting.recompute else replace(setting, recompute={})
         state = self.state_bytes(bare, beside)
@@ -95,12 +95,12 @@ class RecomputePlanner:
         windows = bare.windows(self._state) + bare.windows(beside)
         sums = bare.sums(self.usage, beside) if plain is None else plain
         if state + self._activations(bare, {}, windows) <= budget:
-            return bare, step_time(sums, bare.how).total
+            return bare, step_time(sums, bare.overlap_model).total
         best: tuple[dict[str, Recompute], float] | None = None
         for chosen in self.choices:
             recompute = self._filled(bare, chosen, state, windows, budget)
             if recompute is not None:
-                seconds = step_time(sums + self._more(recompute), bare.how).total
+                seconds = step_time(sums + self._more(recompute), bare.overlap_model).total
                 if best is None or seconds < best[1]:
                     best = recompute, seconds
         return None if best is None else (replace(bare, recompute=best[0]), best[1])
@@ -119,14 +119,14 @@ class RecomputePlanner:
             over = state + held - budget
             if over <= 0:
                 break
-            # the first call frees nothing: what it makes again is held once
+            # the first call frees nothing: what it recomputes is held once
             calls = min(self.calls[option.segment], ceil(over / option.freed) + 1)
             recompute[option.segment] = Recompute(option.policy, calls)
             held = self._activations(bare, recompute, windows)
         return recompute if state + held <= budget else None
 
     def _activations(self, bare: StepConfig, recompute: Mapping[str, Recompute], windows: float) -> float:
-        """Bytes of activations where some calls run again; but for windows the same on many meshes."""
+        """Bytes of activations where some calls are recomputed; but for windows the same on many meshes."""
         pipe = bare.pipe
         # all that a setting says of them, see `StepConfig.bytes_weight`
         key = (bare.flight, bare.waiting, pipe.splits_backward, pipe.ranks > 1, bare.sending, bare.optimistic)
@@ -139,7 +139,7 @@ class RecomputePlanner:
     def _part(
         self, bare: StepConfig, key: Hashable, segment: str, recompute: Recompute | None
     ) -> tuple[float, float]:
-        """Of one segment, or of no segment that may run again (""); see `StepConfig.activations`."""
+        """Of one segment, or of no segment that may be recomputed (""); see `StepConfig.activations`."""
         at = (key, segment, recompute and (recompute.policy, recompute.calls))
         cached = self._cache.get(at)
         if cached is None:
@@ -153,7 +153,7 @@ class RecomputePlanner:
         return cached
 
     def _more(self, recompute: Mapping[str, Recompute]) -> StepSums:
-        """Seconds of what runs again."""
+        """Seconds of what is recomputed."""
         work = talk = 0.0
         for name, chosen in recompute.items():
             share = chosen.calls / self.calls[name]

@@ -1,6 +1,6 @@
 """A lower bound on the step over all recomputation and placements that fit the memory.
 
-With a price per byte (a Lagrange multiplier) the best number of calls to run again is none or all of them,
+With a price per byte (a Lagrange multiplier) the best number of calls to recompute is none or all of them,
 since every call of a layer saves and costs the same. So the least over the extreme policies, each an
 ordinary network, bounds all choices between them, too (duality, as in `solver.budgeted`).
 """
@@ -37,7 +37,7 @@ def dual_bound(
     limits: Limits | None = None,
     moves: bool = True,
 ) -> float:
-    """Seconds that no step within the budget goes below, whatever runs again.
+    """Seconds that no step within the budget goes below, whatever is recomputed.
 
     price: seconds per byte. exposure: which overlaps to count as exposed; any is valid. moves: whether to try
     half of the exposure, too, and to move the price while the bound grows.

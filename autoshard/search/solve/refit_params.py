@@ -1,7 +1,7 @@
-"""Other lives for the parameters, everything else as it is: so that an assignment fits the memory.
+"""Other strategies for the parameters, everything else as it is: so that an assignment fits the memory.
 
 Parameters are not neighbours of each other in the network, so with everything else fixed each one chooses
-alone, and a price per byte makes them choose leaner lives together (Lagrangian duality, as in `budget`).
+alone, and a price per byte makes them choose leaner strategies together (Lagrangian duality, as in `budget`).
 """
 
 from __future__ import annotations

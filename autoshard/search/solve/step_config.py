@@ -40,7 +40,7 @@ class StepConfig:
     """How a step is run.
 
     microbatches: how many make a step. calls: how often each forward segment of a layer is called in one.
-    recompute: what of a segment runs again. optimistic: prices without recomputation but memory as if all
+    recompute: what of a segment is recomputed. optimistic: prices without recomputation but memory as if all
     of it were used, which bounds every choice of it from below. overlap: see `cost.step_time.Overlap`. pipe:
     the pipeline. sending: whether gradients on their way to their reduction count, which stages of a pipeline
     reduce once a step, after the last microbatch.
@@ -55,7 +55,7 @@ class StepConfig:
     sending: bool = True
 
     @cached_property
-    def how(self) -> Overlap:
+    def overlap_model(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
         waits = self.pipe.filling(self.microbatches)
         return Overlap(self.microbatches, self.overlap, edge, self.pipe.pace, waits, self.pipe.hops)
@@ -88,11 +88,11 @@ class StepConfig:
         return waiting / self.pipe.ranks, others / self.pipe.ranks
 
     def recomputing(self, policy: Literal["selective", "full"]) -> StepConfig:
-        """The same with every call of every layer computed again by one policy."""
+        """The same with every call of every layer recomputed by one policy."""
         return replace(self, recompute={name: Recompute(policy, n) for name, n in self.calls.items()})
 
-    def again(self, segment: str, cheap: bool) -> float:
-        """Which part of the calls of a forward segment runs again."""
+    def recomputed_share(self, segment: str, cheap: bool) -> float:
+        """Which part of the calls of a forward segment is recomputed."""
         chosen = self.recompute.get(segment)
         if self.optimistic or chosen is None or (chosen.policy == "selective" and not cheap):
             return 0.0
@@ -103,9 +103,9 @@ class StepConfig:
         return self.bytes_weight_with(key, self.recompute.get(key.segment))
 
     def bytes_weight_with(self, key: Bytes, chosen: Recompute | None) -> float:
-        """The same if this is what of its segment runs again.
+        """The same if this is what of its segment is recomputed.
 
-        While a call runs again, what it makes is held once.
+        While a call is recomputed, what it makes is held once.
         """
         calls = self.calls.get(key.segment, 0)
         if key.kind == "state":
@@ -133,10 +133,10 @@ class StepConfig:
             if chosen is None or not chosen.calls or (chosen.policy == "selective" and not key.cheap):
                 return flight
             if self.pipe.splits_backward:
-                # what backward makes again waits for the gradients of parameters, on the fullest rank
+                # what backward recomputes waits for the gradients of parameters, on the fullest rank
                 # for as many microbatches as it would have been kept for
                 return flight
-            # what runs again is made for one microbatch at a time
+            # what is recomputed is made for one microbatch at a time
             return min(flight, flight * (calls - chosen.calls) / calls + 1 / calls)
         if self.optimistic or chosen is None or not calls:
             return 0.0
@@ -147,7 +147,7 @@ class StepConfig:
     def weights(self, bound: Exposure) -> StepSums:
         """See `cost.step_time.weights`."""
         if bound not in self._weights:
-            self._weights[bound] = weights(self.how, bound)
+            self._weights[bound] = weights(self.overlap_model, bound)
         return self._weights[bound]
 
     @cached_property
@@ -163,11 +163,11 @@ class StepConfig:
                 case "work":
                     if key.backward:
                         return w.work_backward
-                    return w.work_forward + self.again(key.segment, key.cheap) * w.work_backward
+                    return w.work_forward + self.recomputed_share(key.segment, key.cheap) * w.work_backward
                 case "talk":
                     if key.backward:
                         return w.talk_backward
-                    return w.talk_forward + self.again(key.segment, key.cheap) * w.talk_backward
+                    return w.talk_forward + self.recomputed_share(key.segment, key.cheap) * w.talk_backward
                 case "gather":
                     return w.gather_backward if key.backward else w.gather_forward
                 case "inline":
@@ -201,7 +201,7 @@ class StepConfig:
                 if kind == "work" or kind == "talk":
                     sums[_IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
                     if recomputes and not key.backward:
-                        sums[_IN_BACKWARD[kind]] += self.again(key.segment, key.cheap) * seconds
+                        sums[_IN_BACKWARD[kind]] += self.recomputed_share(key.segment, key.cheap) * seconds
                 elif kind == "gather":
                     sums["gather_backward" if key.backward else "gather_forward"] += seconds
                 elif kind == "inline":
@@ -216,11 +216,11 @@ class StepConfig:
 
     def exposure(self, taken: AssignmentCosts) -> Exposure:
         """Which overlaps are bound by communication."""
-        return exposure_of(self.sums(taken), self.how)
+        return exposure_of(self.sums(taken), self.overlap_model)
 
     def step(self, *taken: AssignmentCosts) -> StepTime:
         """A step that takes all of these profiles."""
-        return step_time(self.sums(*taken), self.how)
+        return step_time(self.sums(*taken), self.overlap_model)
 
     def held(self, taken: AssignmentCosts) -> RankBytes:
         """Bytes at the peak."""

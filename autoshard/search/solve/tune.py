@@ -23,7 +23,7 @@ FINAL = Limits(
 )
 #: placements found with less work are looked at once more if they are so near the best
 _NEAR = 0.02
-#: of the price of a byte where little runs again, what it is worth to ask for where more does
+#: of the price of a byte where little is recomputed, what it is worth to ask for where more does
 _EASIER = 0.25
 #: states of all variables up to which every start is tried
 _SMALL = 2_200
@@ -47,9 +47,9 @@ def tune(
 ) -> PlacementSolution:
     """The best placements with the best recomputation; raises InfeasibleNetwork if nothing fits.
 
-    setting: its recomputation is only a start. recompute: whether anything may run again. beat: seconds; what
-    is proven not to get below them is not made the most of. The lower bound
-    holds for every recomputation, and is that without a budget; `search.bound.best_bound` has a better one.
+    setting: its recomputation is the start. recompute: whether it is allowed. beat: seconds to get below;
+    work on what is proven to stay above ends early. The lower bound holds for every recomputation, and is
+    that without a budget; `search.bound.best_bound` has a better one.
     """
     bare = replace(setting, recompute={})
     free = place(problem, bare, None, allowed=allowed, limits=limits)
@@ -95,7 +95,7 @@ class _Tuning:
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
     def _baselines(self, best: PlacementSolution) -> list[PlacementSolution]:
-        """Placements that run other things again and are so near that more work may make them the best."""
+        """Placements that recompute other ops and are so near that more work may make them the best."""
         by_policy: dict[str, PlacementSolution] = {}
         for each in sorted(self.solutions, key=_order):
             if each.setting.recompute != best.setting.recompute:
@@ -103,7 +103,7 @@ class _Tuning:
         return [each for each in by_policy.values() if each.seconds <= (1 + _NEAR) * best.seconds]
 
     def _with_recompute(self, free: PlacementSolution, hint: StepConfig) -> None:
-        """The hint, everything by one policy, and what the placements found so far leave to run again."""
+        """The hint, everything by one policy, and what the placements found so far leave to recompute."""
         extremes = [hint] if hint.recompute else []
         everything = self.bare.recomputing("selective"), self.bare.recomputing("full")
         extremes += [s for s in everything if s.recompute != hint.recompute]
@@ -174,7 +174,7 @@ class _Tuning:
         return 0.0 if bound is None else bound - price * self.budget
 
     def _refit(self, base: PlacementSolution, settings: Sequence[StepConfig]) -> None:
-        """The placements of ``base`` with other lives for the parameters."""
+        """The placements of ``base`` with other strategies for the parameters."""
         for chosen in settings:
             bound = chosen.exposure(base.usage)
             network = self.networks.of(chosen, bound)
