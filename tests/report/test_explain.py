@@ -287,9 +287,9 @@ def invoke(*words: str) -> Any:
 def test_the_command_on_a_program(folder: str) -> None:
     result = invoke(folder, "layers.0.self_attn.q_proj")
     assert result.exit_code == 0, result.output
-    assert "tp:" in result.stdout and "why: " in result.stdout
+    assert "tp:" in result.stdout and "reason: " in result.stdout
     found = json.loads(invoke(folder, "layers.0.self_attn.q_proj", "--json").stdout)
-    assert found["version"] == 1 and found["explanation"]["kind"] == "module"
+    assert found["version"] == 2 and found["explanation"]["kind"] == "module"
     assert invoke(folder, "no.such.thing").exit_code == 2
     assert invoke(folder).exit_code == 2
     assert invoke(str(Path(folder).parent), "x").exit_code == 2
@@ -318,6 +318,6 @@ def test_the_command_on_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert "t.py:11" in found["explanation"]["source"]
-    assert found["why_not"]["possible"] and found["why_not"]["same_as_stored"]  # the pin was not forgotten
+    assert found["why_not"]["feasible"] and found["why_not"]["same_as_stored"]  # the pin was not forgotten
     text = invoke("plan", "up.weight", "--why-not", "tp=Replicate").stdout
     assert "why not up.weight=tp:R?" in text and "step " in text

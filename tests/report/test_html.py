@@ -56,7 +56,7 @@ def pipe() -> Program:
 def test_the_schema() -> None:
     """Fields may be added; to rename or drop one, raise VERSION."""
     found = document(llama(), CPU)
-    assert found["version"] == VERSION == 1
+    assert found["version"] == VERSION == 2
     assert set(found) == FIELDS
     assert set(found["segments"][0]["nodes"][0]) >= NODE_FIELDS
     json.dumps(found, allow_nan=False)
@@ -217,7 +217,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "written" in result.stdout
     assert html.read_text().startswith("<!doctype html>") and dot.read_text().startswith("digraph")
     found = json.loads(invoke("--html", str(html), "--json").stdout)
-    assert found["document"]["version"] == 1 and found["written"]["html"] == str(html)
+    assert found["document"]["version"] == 2 and found["written"]["html"] == str(html)
     segment = found["document"]["segments"][0]["name"]
     assert invoke("--dot", str(dot), "--segment", segment).exit_code == 0
     for words in (

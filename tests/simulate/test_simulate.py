@@ -580,10 +580,10 @@ def test_the_step_and_what_a_budget_takes(folder: Path, tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert sum(found["breakdown_seconds"].values()) == pytest.approx(found["step_seconds"])
     assert found["items"] == "tokens" and found["devices"] == 4
-    budget = found["budget"]
-    assert budget["steps"] == -(-1_000_000 // found["items_per_step"])
-    assert budget["device_hours"] == pytest.approx(4 * budget["steps"] * found["step_seconds"] / 3600)
-    assert budget["money"] == pytest.approx(2 * budget["device_hours"])
+    training = found["training"]
+    assert training["steps"] == -(-1_000_000 // found["items_per_step"])
+    assert training["device_hours"] == pytest.approx(4 * training["steps"] * found["step_seconds"] / 3600)
+    assert training["cost"] == pytest.approx(2 * training["device_hours"])
     memory = found["memory"]
     assert sum(memory["resident_bytes"].values()) == pytest.approx(memory["peak_bytes"]) and memory["fits"]
     events = json.loads(trace.read_text())["traceEvents"]

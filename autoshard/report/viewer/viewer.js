@@ -321,7 +321,7 @@ function listenToSearch() {
 
 // -- overview ---------------------------------------------------------------------------------------------------
 
-const PARTS = { compute: "F", "exposed communication, p2p": "I", bubble: "faint", optimizer: "update",
+const PARTS = { compute: "F", "exposed communication, p2p": "I", bubble: "faint", optimizer: "update", "optimizer state": "update",
                 parameters: "F", gradients: "B", "saved for backward": "W", temporaries: "memory" };
 const AXES = ["B", "W", "memory", "talk"];
 
