@@ -164,7 +164,7 @@ def main() -> None:
     for name, kind in KINDS.items():
         row = tally(name, kind, most)
         rows.append(row)
-        figures = f"{row.faults} | {row.caught} | {row.ruled} | {row.placements}"
+        figures = f"{row.faults} | {row.caught} | {row.ruled} | {row.placed}"
         print(f"| {row.kind}: {row.told} | {figures} | {', '.join(row.rules)} |", flush=True)
     total = [sum(getattr(r, k) for r in rows) for k in ("faults", "caught", "ruled", "placed")]
     print(f"| {len(rows)} kinds | {' | '.join(map(str, total))} | |")

@@ -214,7 +214,7 @@ class PlanSummary:
 def summarise(
     plan: Plan,
     analysis: Analysis,
-    settled: CandidateSolution | None = None,
+    solution: CandidateSolution | None = None,
     staging: Staging | None = None,
     peak: Peak | None = None,
 ) -> PlanSummary:
@@ -229,7 +229,7 @@ def summarise(
     if uneven:
         warnings = (*warnings, f"{uneven} parameters do not divide evenly; some ranks hold less than others")
     optimality = plan.optimality
-    seconds = optimality.seconds if settled is None else _seconds(settled, staging)
+    seconds = optimality.seconds if solution is None else _seconds(solution, staging)
     # the cost of cuts is not in optimality.seconds: the gap is that of the reported step
     gap = optimality.gap if staging is None else max(optimality.gap, 1.0 - optimality.dual_bound / seconds)
     parameter_bytes, trained = parameter_bytes / ranks, trained / ranks
@@ -259,12 +259,12 @@ def summarise(
         plan.batch,
         _zero(plan, classes, mesh),
         _recompute(plan, analysis),
-        None if settled is None else _step(settled, staging),
-        None if settled is None else settled.placements.setting.held(settled.placements.usage),
-        () if settled is None else _baselines(settled, staging),
+        None if solution is None else _step(solution, staging),
+        None if solution is None else solution.placements.setting.held(solution.placements.usage),
+        () if solution is None else _baselines(solution, staging),
         ()
-        if settled is None
-        else tuple(TacticRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
+        if solution is None
+        else tuple(TacticRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in solution.stages),
         optimality.configuration_bound,
         optimality.configuration_gap,
         None if staging is None else _pipeline(staging),
@@ -297,18 +297,18 @@ def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
     )
 
 
-def _seconds(settled: CandidateSolution, staging: Staging | None) -> float:
+def _seconds(solution: CandidateSolution, staging: Staging | None) -> float:
     """Of a step: for a pipeline the simulated one, with the collectives of parameters that nothing hides."""
-    step = settled.placements.step
-    return step.total if staging is None else staging.seconds + bare_seconds(settled.placements)
+    step = solution.placements.step
+    return step.total if staging is None else staging.seconds + bare_seconds(solution.placements)
 
 
-def _step(settled: CandidateSolution, staging: Staging | None) -> PredictedStep:
-    step, m = settled.placements.step, settled.configuration.microbatches
-    flop, dtype = model_flop(settled.formulated.model)
-    total = _seconds(settled, staging)
-    ranks = settled.configuration.mesh.world_size * settled.configuration.pipe.ranks
-    possible = total * settled.cluster.peak(dtype, ranks)
+def _step(solution: CandidateSolution, staging: Staging | None) -> PredictedStep:
+    step, m = solution.placements.step, solution.configuration.microbatches
+    flop, dtype = model_flop(solution.formulated.model)
+    total = _seconds(solution, staging)
+    ranks = solution.configuration.mesh.world_size * solution.configuration.pipe.ranks
+    possible = total * solution.cluster.peak(dtype, ranks)
     mfu = m * flop / possible if possible else 0.0
     return PredictedStep(total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
 
@@ -340,8 +340,8 @@ def _cut_name(cut: Cut) -> str:
     return f"{layer}, {cut.value}" if cut.value else f"the end of {layer}"
 
 
-def _baselines(settled: CandidateSolution, staging: Staging | None) -> tuple[BaselineRow, ...]:
-    seconds = _seconds(settled, staging)
+def _baselines(solution: CandidateSolution, staging: Staging | None) -> tuple[BaselineRow, ...]:
+    seconds = _seconds(solution, staging)
     return tuple(
         BaselineRow(
             r.name,
@@ -351,7 +351,7 @@ def _baselines(settled: CandidateSolution, staging: Staging | None) -> tuple[Bas
             None if r.seconds is None or not seconds else r.seconds / seconds,
             r.why,
         )
-        for r in settled.baselines
+        for r in solution.baselines
     )
 
 

@@ -194,10 +194,10 @@ class MeshFamily:
 
 
 def _off_parameters(low: PlacementOption, high: PlacementOption, t: float) -> AssignmentCosts:
-    taken = between(low.usage, high.usage, t)
+    usage = between(low.usage, high.usage, t)
     return AssignmentCosts(
-        {k: v for k, v in taken.seconds.items() if k.kind in ("work", "talk")},
-        {k: v for k, v in taken.bytes.items() if k.kind not in OF_STATE},
+        {k: v for k, v in usage.seconds.items() if k.kind in ("work", "talk")},
+        {k: v for k, v in usage.bytes.items() if k.kind not in OF_STATE},
     )
 
 

@@ -194,7 +194,7 @@ class _Names:
 
 
 def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array | None, ...]:
-    placements = [(mesh.index(axis), placed) for axis, placed in pin.placements]
+    placements = [(mesh.index(axis), placement) for axis, placement in pin.placements]
     masks: list[Array | None] = [None] * len(problem.variables)
     candidates: list[str] = []
     hits = 0

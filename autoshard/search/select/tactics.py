@@ -63,13 +63,13 @@ def parse_tactics(text: str, mesh: Mesh) -> tuple[Tactic, ...]:
     """
     tactics: list[Tactic] = []
     for part in (p.strip() for p in text.split(";") if p.strip()):
-        taken = {t.axis for t in tactics}
+        used_axes = {t.axis for t in tactics}
         if part.startswith("pin "):
             tactics.append(Tactic(part, pin=Pin.parse(part.removeprefix("pin ").strip())))
         elif part == "auto":
-            tactics += [Tactic(f"auto on {name}", name) for name in mesh.names if name not in taken]
+            tactics += [Tactic(f"auto on {name}", name) for name in mesh.names if name not in used_axes]
         else:
-            tactics.append(_axis_tactic(part, mesh, taken))
+            tactics.append(_axis_tactic(part, mesh, used_axes))
     missing = [name for name in mesh.names if name not in {t.axis for t in tactics}]
     if missing:
         raise UsageError(
@@ -79,14 +79,14 @@ def parse_tactics(text: str, mesh: Mesh) -> tuple[Tactic, ...]:
     return tuple(tactics)
 
 
-def _axis_tactic(part: str, mesh: Mesh, taken: set[str]) -> Tactic:
+def _axis_tactic(part: str, mesh: Mesh, used_axes: set[str]) -> Tactic:
     left, on, right = (word.strip() for word in part.partition(" on "))
     if not on or not left or not right:
         raise UsageError(f"{part!r} is not a tactic", hint=_FORM)
     axis = right if left == "auto" else left
     if axis not in mesh.names:
         raise UsageError(f"the mesh has no axis {axis!r}", where=part, hint=nearest(axis, mesh.names))
-    if axis in taken:
+    if axis in used_axes:
         raise UsageError(f"two tactics use the axis {axis!r}", where=part, hint="use each axis once")
     if left == "auto":
         return Tactic(part, axis)

@@ -41,9 +41,9 @@ class _Option:
 _NOTHING = AssignmentCosts({}, {})
 
 
-def choose_recompute(taken: AssignmentCosts, setting: StepConfig, budget: float) -> StepConfig | None:
+def choose_recompute(usage: AssignmentCosts, setting: StepConfig, budget: float) -> StepConfig | None:
     """The setting with the cheapest recomputation that fits the budget; None if none fits."""
-    plan = RecomputePlanner(taken, setting.calls).best(setting, budget)
+    plan = RecomputePlanner(usage, setting.calls).best(setting, budget)
     return None if plan is None else plan[0]
 
 

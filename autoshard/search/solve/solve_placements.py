@@ -121,13 +121,13 @@ def place(
             tight = budget is not None and bool(over) and network.bytes_of(over) > budget
         solution = _solved(problem, weighed, budget, allowed, limits, tight)
         tight = solution.multiplier > 0
-        taken = profile(problem.terms, solution.states)
-        step = setting.step(taken)
+        usage = profile(problem.terms, solution.states)
+        step = setting.step(usage)
         lower = max(lower, solution.lower_bound)
         if best is None or step.total < best.seconds:
-            held = _held(setting, taken, solution.bytes)
-            best = PlacementSolution(setting, solution.states, taken, step, held, 0.0, solution, network)
-        shown = setting.exposure(taken)
+            held = _held(setting, usage, solution.bytes)
+            best = PlacementSolution(setting, solution.states, usage, step, held, 0.0, solution, network)
+        shown = setting.exposure(usage)
         if shown == bound:
             break
         # where two exposures lead to each other, the truth lies between
@@ -140,10 +140,10 @@ def place(
     return replace(best, lower_bound=min(lower, best.seconds))
 
 
-def _held(setting: StepConfig, taken: AssignmentCosts, counted: float) -> float:
+def _held(setting: StepConfig, usage: AssignmentCosts, counted: float) -> float:
     """Bytes at the peak. counted: by the network, which knows one point of a step alone: where gradients of
     parameters wait, the first rank may hold most at another."""
-    return max(counted, setting.held(taken).total) if setting.pipe.splits_backward else counted
+    return max(counted, setting.held(usage).total) if setting.pipe.splits_backward else counted
 
 
 def _solved(
@@ -192,19 +192,19 @@ def priced(
     network = setting.network(problem.terms, bound, allowed)
     problem.known.count(network)
     solution = solve(network.at_price(price), limits=limits, orders=problem.known.orders)
-    taken = profile(problem.terms, solution.states)
-    step = setting.step(taken)
-    return PlacementSolution(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
+    usage = profile(problem.terms, solution.states)
+    step = setting.step(usage)
+    return PlacementSolution(setting, solution.states, usage, step, solution.bytes, 0.0, solution, network)
 
 
 def placed_at(
     problem: Problem, setting: StepConfig, network: CostNetwork, states: tuple[int, ...]
 ) -> PlacementSolution:
     """An assignment that was found in another way."""
-    taken = profile(problem.terms, states)
+    usage = profile(problem.terms, states)
     counted = network.bytes_of(states)
     stats = SearchStats(len(states), sum(problem.terms.states), sum(problem.terms.states), 0, 0, 0, 0.0)
     seconds = network.seconds_of(states)
     solution = Solution(states, seconds, counted, 0.0, 1.0, "parameters refitted", stats)
-    held = _held(setting, taken, counted)
-    return PlacementSolution(setting, states, taken, setting.step(taken), held, 0.0, solution, network)
+    held = _held(setting, usage, counted)
+    return PlacementSolution(setting, states, usage, setting.step(usage), held, 0.0, solution, network)

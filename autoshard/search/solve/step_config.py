@@ -191,11 +191,11 @@ class StepConfig:
         """The cost network of this setting for a given exposure."""
         return compose(terms, self.time_weight(bound), self.bytes_weight, allowed)
 
-    def sums(self, *taken: AssignmentCosts) -> StepSums:
+    def sums(self, *usage: AssignmentCosts) -> StepSums:
         """Seconds by what they overlap with, of all profiles together."""
         sums = dict.fromkeys(StepSums.__dataclass_fields__, 0.0)
         recomputes = bool(self.recompute)
-        for profile in taken:
+        for profile in usage:
             for key, seconds in profile.seconds.items():
                 kind = key.kind
                 if kind == "work" or kind == "talk":
@@ -214,45 +214,45 @@ class StepConfig:
                     sums[kind] += seconds
         return StepSums(**sums)
 
-    def exposure(self, taken: AssignmentCosts) -> Exposure:
+    def exposure(self, usage: AssignmentCosts) -> Exposure:
         """Which overlaps are bound by communication."""
-        return exposure_of(self.sums(taken), self.overlap_model)
+        return exposure_of(self.sums(usage), self.overlap_model)
 
-    def step(self, *taken: AssignmentCosts) -> StepTime:
+    def step(self, *usage: AssignmentCosts) -> StepTime:
         """A step that takes all of these profiles."""
-        return step_time(self.sums(*taken), self.overlap_model)
+        return step_time(self.sums(*usage), self.overlap_model)
 
-    def held(self, taken: AssignmentCosts) -> RankBytes:
+    def held(self, usage: AssignmentCosts) -> RankBytes:
         """Bytes at the peak."""
-        return RankBytes(self.state_bytes(taken), self.activation_bytes(taken, self.windows(taken)))
+        return RankBytes(self.state_bytes(usage), self.activation_bytes(usage, self.windows(usage)))
 
-    def state_bytes(self, taken: AssignmentCosts, more: float = 0.0) -> float:
+    def state_bytes(self, usage: AssignmentCosts, more: float = 0.0) -> float:
         """Bytes of parameters and what belongs to them, on top of ``more``."""
         weights = self._state_weights
-        return sum([weights[k.kind] * n for k, n in taken.bytes.items() if k.kind in weights], more)
+        return sum([weights[k.kind] * n for k, n in usage.bytes.items() if k.kind in weights], more)
 
     @cached_property
     def _state_weights(self) -> Mapping[str, float]:
         return {kind: self.bytes_weight(Bytes(kind)) for kind in OF_STATE}
 
-    def windows(self, taken: AssignmentCosts) -> float:
+    def windows(self, usage: AssignmentCosts) -> float:
         """Bytes of gathered parameters that a rank holds, but not where it holds most of gradients that wait;
         0 where none waits."""
         if not self.pipe.splits_backward:
             return 0.0
-        return sum((n for k, n in taken.bytes.items() if k.kind == "window"), 0.0)
+        return sum((n for k, n in usage.bytes.items() if k.kind == "window"), 0.0)
 
-    def activation_bytes(self, taken: AssignmentCosts, windows: float = 0.0) -> float:
+    def activation_bytes(self, usage: AssignmentCosts, windows: float = 0.0) -> float:
         """Bytes of everything else at the peak. windows: see `windows`."""
-        late, early = self.activations(taken)
+        late, early = self.activations(usage)
         return max(late, windows + early)
 
-    def activations(self, taken: AssignmentCosts) -> tuple[float, float]:
+    def activations(self, usage: AssignmentCosts) -> tuple[float, float]:
         """Bytes of everything else: where most gradients of parameters wait, and, but for windows, on the
         first rank of a pipeline as it begins its first backward, where none does yet; the peak, and nothing,
         where none ever waits."""
-        total = sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
-        return total, (self.waitless.activations(taken)[0] if self.pipe.splits_backward else -inf)
+        total = sum((self.bytes_weight(k) * n for k, n in usage.bytes.items() if k.kind not in OF_STATE), 0.0)
+        return total, (self.waitless.activations(usage)[0] if self.pipe.splits_backward else -inf)
 
     @cached_property
     def waitless(self) -> StepConfig:
