@@ -10,15 +10,7 @@ import typer
 
 from autoshard.cli import options as opt
 from autoshard.cli.from_options import with_options
-from autoshard.cli.output import (
-    INTERRUPTED,
-    Progress,
-    print_json,
-    print_table,
-    reporting,
-    stdout,
-    table,
-)
+from autoshard.cli.output import INTERRUPTED, Progress, print_json, print_table, reporting, stdout, table
 from autoshard.errors import UsageError
 from autoshard.options import PlanOptions
 

@@ -23,12 +23,7 @@ from autoshard.planner.stage_slots import Trial
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.registry import make, tried
 from autoshard.schedules.schedule import Schedule
-from autoshard.schedules.timeline import (
-    StageCosts,
-    Timeline,
-    makespan,
-    simulate,
-)
+from autoshard.schedules.timeline import StageCosts, Timeline, makespan, simulate
 from autoshard.search.plan.plan import Pipeline
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.memory_text import bytes_up

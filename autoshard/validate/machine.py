@@ -45,11 +45,7 @@ def machine_of(run: Run) -> RunMachine:
         device = replace(device, kernels=replace(device.kernels, clock=entry["power"] ** (1 / 3)))
     levels, told = _levels(run, base, entry.get("nvlink"))
     cluster = replace(
-        base,
-        name=f"{base.name} as {run.gpu}",
-        device=_device(device, run),
-        levels=levels,
-        devices=None,
+        base, name=f"{base.name} as {run.gpu}", device=_device(device, run), levels=levels, devices=None
     )
     return RunMachine(cluster, (*notes, *told))
 

@@ -22,15 +22,7 @@ from autoshard.cluster.axes import AxisMeaning
 from autoshard.errors import UsageError
 from autoshard.ir import TensorType
 from autoshard.ir.flow import Place, PortClass
-from autoshard.ir.placement import (
-    Layout,
-    Partial,
-    Placement,
-    R,
-    Shard,
-    layout_ok,
-    shard_of_digit,
-)
+from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, layout_ok, shard_of_digit
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState, op_states
 from autoshard.search.problem.cost_entries import (
@@ -46,14 +38,7 @@ from autoshard.search.problem.cost_entries import (
     ValueBytes,
 )
 from autoshard.search.problem.cost_terms import Bytes, Time
-from autoshard.search.problem.decisions import (
-    NodeVar,
-    ParamVar,
-    PortVar,
-    ResultVar,
-    ValueVar,
-    Variable,
-)
+from autoshard.search.problem.decisions import NodeVar, ParamVar, PortVar, ResultVar, ValueVar, Variable
 from autoshard.search.problem.exposed_collectives import reduce_chains
 from autoshard.search.problem.merge_entries import merged
 from autoshard.search.problem.op_classes import batch_dims

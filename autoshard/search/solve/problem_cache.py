@@ -53,13 +53,7 @@ class ProblemCache:
         return sum(p.problem.known.work for p in (*self._posed.values(), *self._grown.values()))
 
     def of(
-        self,
-        mesh: Mesh,
-        batch: int,
-        pins: tuple[Pin, ...] = (),
-        *,
-        merge: bool = True,
-        roughly: bool = False,
+        self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = (), *, merge: bool = True, roughly: bool = False
     ) -> ShardingProblem:
         """A mesh with microbatches of ``batch`` sequences; merge: see `search.solve.formulate.formulate`.
         roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.

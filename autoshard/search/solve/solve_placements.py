@@ -15,14 +15,7 @@ from autoshard.search.problem.cost_terms import AssignmentCosts, profile
 from autoshard.search.problem.problem import Problem
 from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.minimise import ELIMINATED
-from autoshard.solver.network import (
-    Array,
-    CostNetwork,
-    InfeasibleNetwork,
-    Limits,
-    SearchStats,
-    Solution,
-)
+from autoshard.solver.network import Array, CostNetwork, InfeasibleNetwork, Limits, SearchStats, Solution
 from autoshard.solver.solve import solve
 
 #: exposures tried; most settings agree at the first or second
