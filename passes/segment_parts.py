@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from autoshard.ir import Graph, Node, Ref, refs_of
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import LoweredSegment
 
 
@@ -73,7 +74,7 @@ def moved_inputs(graph: Graph) -> dict[str, str]:
     """Values that are an input placed in another way, by collectives alone -> that input; inputs, too."""
     found = {name: name for name, _ in graph.inputs}
     for node in graph.nodes:
-        source = node.args[0] if node.op.startswith("comm.") else None
+        source = node.args[0] if is_collective(node) else None
         if isinstance(source, Ref) and source.name in found:
             found[node.name] = found[source.name]
     return found

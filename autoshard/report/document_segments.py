@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.ir import Node, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, is_message
+from autoshard.ir.collectives import axes_of, is_collective, is_message, kind_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import NodeNote, Program
@@ -141,14 +141,14 @@ def _weights(program: Program) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for item in lowered.main:
         if isinstance(item, Node):
-            if item.op.startswith("comm.") and stored >= set(refs_of(item)):
+            if is_collective(item) and stored >= set(refs_of(item)):
                 stored |= set(item.outs)
             continue
         graph = lowered.segments[item.segment].graph
         own = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in stored}
         found.setdefault(item.segment, set()).update(own)
         for node in graph.nodes:
-            if node.op.startswith("comm.") and own >= set(refs_of(node)):
+            if is_collective(node) and own >= set(refs_of(node)):
                 own |= set(node.outs)
         stored |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
     return found
@@ -180,8 +180,8 @@ def _node(
     }
     if node.op in VIEWS:
         made["view"] = True
-    if node.op.startswith("comm."):
-        made["kind"] = collective_kind(node) or "slice"
+    if is_collective(node):
+        made["kind"] = kind_of(node)
         made["axis"] = "+".join(axes_of(node))
         made["message"] = is_message(node)
         made["before"] = layout_text(values[refs[0]].layout, names) if refs else ""

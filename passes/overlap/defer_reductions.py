@@ -15,13 +15,18 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
-from autoshard.ir.comm import BUCKET_BYTES, SCATTERS, wheres_of
+from autoshard.ir import Call, Graph, Node, Origin, refs_of
+from autoshard.ir.collectives import (
+    BUCKET_BYTES,
+    TensorTransfer,
+    collective,
+    exact_transfer,
+    transfers_of,
+)
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
 
-_ALL = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
-#: (dim, outer, inner, size) of what a reduction scatters, None for one that does not
-Where = tuple[object, ...] | None
+#: (dim, outer, inner, size) of what a reduction scatters, () for one that does not
+Where = tuple[object, ...]
 
 
 def defer_reductions(
@@ -63,12 +68,7 @@ class _Deferred:
 
 def _deferred(node: Node) -> dict[str, _Deferred]:
     """Output of a reduction -> what it is."""
-    sources, axis = list(refs_of(node)), str(node.args[1])
-    if node.op in _ALL:
-        wheres: Sequence[Where] = [None] * len(sources)
-    else:
-        wheres = wheres_of(node)
-    return {o: _Deferred(s, axis, w) for o, s, w in zip(node.outs, sources, wheres, strict=True)}
+    return {t.out: _Deferred(t.source, str(node.args[1]), t.where) for t in transfers_of(node) or ()}
 
 
 @dataclass
@@ -108,9 +108,10 @@ class _Round:
 
     def _may_wait(self, node: Node, values: Collection[str]) -> bool:
         """Whether a reduction, whose results are these main values, can be done at the end."""
-        if node.op not in (*_ALL, *SCATTERS) or node.kwarg("op", "sum") != "sum":
+        transfer = exact_transfer(node)
+        if transfer not in ("all_reduce", "reduce_scatter") or node.kwarg("op", "sum") != "sum":
             return False
-        allowed = self.ends if node.op in _ALL else self.scattered
+        allowed = self.ends if transfer == "all_reduce" else self.scattered
         return all(v in allowed and v not in self.used for v in values)
 
     def _in_segment(self, name: str) -> dict[str, _Deferred]:
@@ -230,7 +231,7 @@ class _Round:
         self.waiting.add((stage, reduced))
         self.pairs.append((source, reduced))
         type_ = self.values[reduced].type
-        key = (stage, deferred.axis, type_.dtype, deferred.where is not None)
+        key = (stage, deferred.axis, type_.dtype, bool(deferred.where))
         bucket = self.buckets.setdefault(key, _Bucket())
         bucket.pairs.append((source, reduced))
         bucket.wheres.append(deferred.where)
@@ -242,14 +243,12 @@ class _Round:
         self.messages.setdefault(key[0], []).append(self._node(key[1], self.buckets.pop(key)))
 
     def _node(self, axis: str, bucket: _Bucket) -> Node:
-        sources = tuple(Ref(source) for source, _ in bucket.pairs)
-        outs = tuple(reduced for _, reduced in bucket.pairs)
-        types = tuple(self.values[out].type for out in outs)
-        if bucket.wheres[0] is not None:
-            return Node(SCATTERS[1], (sources, axis, tuple(bucket.wheres)), (), outs, types, Origin(), True)
-        if len(outs) == 1:
-            return Node(_ALL[0], (sources[0], axis), (), outs, types, Origin(), True)
-        return Node(_ALL[1], (sources, axis), (), outs, types, Origin(), True)
+        rows = zip(bucket.pairs, bucket.wheres, strict=True)
+        moves = [TensorTransfer(source, reduced, where) for (source, reduced), where in rows]
+        types = [self.values[t.out].type for t in moves]
+        if moves[0].where:
+            return collective("reduce_scatter", axis, moves, types, Origin(), True, bucket=True)
+        return collective("all_reduce", axis, moves, types, Origin(), True)
 
 
 def _without(segment: LoweredSegment, deferred: dict[str, _Deferred]) -> LoweredSegment:

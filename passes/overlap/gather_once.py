@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import Statement, by_part, regrouped, statements_of
 
@@ -42,7 +43,7 @@ def gathers_of(statements: Sequence[Statement], kept: Collection[str]) -> list[S
     wanted: set[str] = set()
     found: list[Statement] = []
     for statement in reversed(derived):
-        if statement.node.op.startswith("comm.") or not wanted.isdisjoint(statement.makes):
+        if is_collective(statement.node) or not wanted.isdisjoint(statement.makes):
             found.append(statement)
             wanted.update(statement.uses)
     return found[::-1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.ir import Call
-from autoshard.ir.comm import ANY_GATHER, is_message, is_ring
+from autoshard.ir.collectives import is_message, is_ring, transfer_of
 from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.overlap.schedule_ops import Seconds
@@ -55,7 +55,7 @@ def _gathers(item: Sequence[Statement], whole: Statements, parameters: Collectio
     """The gathers of parameters in a call, with what is between a parameter and its gather."""
     if not isinstance(whole.lowered.main[item[0].item], Call):
         return []
-    if not any(s.node.op in ANY_GATHER for s in item):
+    if not any(transfer_of(s.node) == "all_gather" for s in item):
         return []
     known: set[str] = set()
     derived: list[Statement] = []
@@ -66,7 +66,7 @@ def _gathers(item: Sequence[Statement], whole: Statements, parameters: Collectio
     wanted: set[str] = set()
     found: list[Statement] = []
     for statement in reversed(derived):
-        if statement.node.op in ANY_GATHER or not wanted.isdisjoint(statement.makes):
+        if transfer_of(statement.node) == "all_gather" or not wanted.isdisjoint(statement.makes):
             found.append(statement)
             wanted.update(statement.uses)
     return found[::-1]
@@ -79,10 +79,10 @@ def _waited_for(chosen: Sequence[Statement]) -> list[Statement]:
     for statement in reversed(chosen):
         if not wanted.isdisjoint(statement.makes):
             found.append(statement)
-        elif statement.node.op not in ANY_GATHER:
+        elif transfer_of(statement.node) != "all_gather":
             continue
         wanted.update(statement.uses)
-    return found[::-1] if any(s.node.op in ANY_GATHER for s in found) else []
+    return found[::-1] if any(transfer_of(s.node) == "all_gather" for s in found) else []
 
 
 class _Costs:

@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, SLICE
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment
-
-_REDUCE, _SLICE, _SCATTER = "comm.all_reduce.default", "comm.slice.default", "comm.reduce_scatter.default"
 
 
 def keep_part(lowered: Lowered) -> Lowered:
@@ -45,12 +44,12 @@ def _segment(segment: LoweredSegment) -> LoweredSegment:
 
 def _pairs(nodes: Sequence[Node] | Collection[Node], uses: Mapping[str, int]) -> dict[str, Node | None]:
     """Name -> what stands in its place, None for nothing."""
-    sums = {n.name: n for n in nodes if n.op == _REDUCE and n.kwarg("op", "sum") == "sum"}
+    sums = {n.name: n for n in nodes if n.op == ALL_REDUCE.op and n.kwarg("op", "sum") == "sum"}
     found: dict[str, Node | None] = {}
     for node in nodes:
         source = next(refs_of(node), "")
         whole = sums.get(source)
-        if node.op == _SLICE and whole is not None and uses[source] == 1 and whole.args[1] == node.args[1]:
+        if node.op == SLICE.op and whole is not None and uses[source] == 1 and whole.args[1] == node.args[1]:
             found[source] = None
-            found[node.name] = replace(node, op=_SCATTER, args=(whole.args[0], *node.args[1:]))
+            found[node.name] = replace(node, op=REDUCE_SCATTER.op, args=(whole.args[0], *node.args[1:]))
     return found

@@ -25,10 +25,18 @@ from autoshard.ir import (
     LocalOffset,
     LocalSize,
     Node,
-    Ref,
     ShardOf,
     TensorType,
     refs_of,
+)
+from autoshard.ir.collectives import (
+    COLLECTIVES,
+    TensorTransfer,
+    TransferKind,
+    collective,
+    exact_transfer,
+    is_collective,
+    transfers_of,
 )
 from autoshard.ir.local_bytes import held_bytes
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
@@ -196,38 +204,32 @@ class _Chain:
     def of(self, node: Node) -> list[Node]:
         """A node on the new mesh, as several where it is a collective over the refined axis."""
         r = self.refiner
-        if not node.op.startswith("comm.") or node.args[1] != r.axis:
+        if not is_collective(node) or node.args[1] != r.axis:
             kwargs = tuple((k, r.symbols(v)) for k, v in node.kwargs)
             return [replace(node, args=tuple(r.symbols(a) for a in node.args), kwargs=kwargs)]
-        kind = node.op.split(".")[1].removesuffix("_bucket")
-        members = self._members(node, kind)
-        if kind == "all_gather":
-            made = self._gathers(node, members)
-        elif kind == "reduce_scatter":
-            made = self._scatters(node, members)
-        elif kind == "slice":
-            made = self._slices(node, members)
-        elif kind == "all_reduce":
-            made = self._reductions(node, members)
-        else:
-            raise CannotRefineError(f"{node.op.split('.')[1]} over {r.axis} has no form by levels")
-        self._explain(node, kind, made)
+        kind = exact_transfer(node)
+        make = {
+            "all_gather": self._gathers,
+            "reduce_scatter": self._scatters,
+            "slice": self._slices,
+            "all_reduce": self._reductions,
+        }.get(kind or "")
+        if make is None:
+            raise CannotRefineError(f"{COLLECTIVES[node.op].name} over {r.axis} has no form by levels")
+        made = make(node, self._members(node))
+        self._explain(node, made)
         return made
 
-    def _members(self, node: Node, kind: str) -> list[_Member]:
-        first = node.args[0]
-        wheres: list[tuple[int, int] | None] = [None] * len(node.outs)
-        if kind != "all_reduce" and isinstance(first, tuple):
-            if any(size is not None for _, _, _, size in node.args[2]):
-                raise CannotRefineError(f"a value is split unevenly over {self.refiner.axis}")
-            wheres = [(dim, outer) for dim, outer, _, _ in node.args[2]]
-        elif kind in ("all_gather", "reduce_scatter", "slice"):
-            if node.kwarg("size") is not None:
-                raise CannotRefineError(f"a value is split unevenly over {self.refiner.axis}")
-            wheres = [(node.args[2], node.kwarg("outer", 1))]
-        sources = list(refs_of(node))
-        rows = zip(sources, node.outs, wheres, node.types, strict=True)
-        return [_Member(s, o, w, t) for s, o, w, t in rows if t is not None]
+    def _members(self, node: Node) -> list[_Member]:
+        transfers = transfers_of(node) or ()
+        if any(t.where[3:] not in ((), (None,)) for t in transfers):
+            raise CannotRefineError(f"a value is split unevenly over {self.refiner.axis}")
+        rows = zip(transfers, node.types, strict=True)
+        return [
+            _Member(t.source, t.out, (t.where[0], t.where[1]) if t.where else None, type_)
+            for t, type_ in rows
+            if type_ is not None
+        ]
 
     # -- kinds -------------------------------------------------------------------------------------
 
@@ -372,7 +374,7 @@ class _Chain:
     def _node(
         self,
         node: Node,
-        kind: str,
+        kind: TransferKind,
         level: int,
         members: Sequence[_Member],
         sources: Sequence[str],
@@ -383,39 +385,31 @@ class _Chain:
         """One step. done: how many levels lie outside the split, None for a step that splits nothing."""
         ways, name = self.refiner.ways, self.refiner.names[level]
         blocks = 1 if done is None else prod(ways[base:done])
-        op = (("op", node.kwarg("op")),) if kind == "all_reduce" and node.kwarg("op") else ()
-        types = tuple(m.type for m in members)
-        refs = tuple(Ref(s) for s in sources)
-        wheres = [(m.where[0], m.where[1] * blocks) for m in members if m.where is not None]
-        if len(members) == 1:
-            args: tuple[Arg, ...] = (refs[0], name)
-            kwargs: tuple[tuple[str, Arg], ...] = op
-            if done is not None:
-                dim, outer = wheres[0]
-                args = (*args, dim)
-                kwargs = (("outer", outer),) if outer != 1 else ()
-            return Node(f"comm.{kind}.default", args, kwargs, tuple(outs), types, node.origin, node.backward)
-        args = (refs, name)
-        if done is not None:
-            args = (*args, tuple((dim, outer, 1, None) for dim, outer in wheres))
-        return Node(f"comm.{kind}_bucket.default", args, op, tuple(outs), types, node.origin, node.backward)
+        wheres: list[tuple[Arg, ...]] = [
+            () if done is None or m.where is None else (m.where[0], m.where[1] * blocks, 1, None)
+            for m in members
+        ]
+        rows = zip(sources, outs, wheres, strict=True)
+        moves, types = [TensorTransfer(*row) for row in rows], [m.type for m in members]
+        reduce = node.kwarg("op") if kind == "all_reduce" else None
+        return collective(kind, name, moves, types, node.origin, node.backward, reduce=reduce)
 
-    def _explain(self, node: Node, kind: str, made: Sequence[Node]) -> None:
-        if kind == "slice":
+    def _explain(self, node: Node, made: Sequence[Node]) -> None:
+        spec = COLLECTIVES[node.op]
+        if not spec.primitive:
             return
-        flat = self.refiner.how.seconds(
-            kind, self._bytes(node, self.old, self.refiner.old), self.refiner.axis
-        )
+        nbytes = self._bytes(node, self.old, self.refiner.old)
+        flat = self.refiner.how.seconds(spec.primitive, nbytes, self.refiner.axis)
         apart = 0.0
         for step in made:
-            own = step.op.split(".")[1].removesuffix("_bucket")
             nbytes = self._bytes(step, self.values, self.refiner.mesh)
-            apart += self.refiner.how.seconds(own, nbytes, str(step.args[1]))
+            primitive = COLLECTIVES[step.op].primitive
+            apart += self.refiner.how.seconds(primitive, nbytes, str(step.args[1]))
         reason = f"by level: {apart * 1e6:.0f} us, in one {flat * 1e6:.0f} us"
         self.why.update((step.name, reason) for step in made)
 
     def _bytes(self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape) -> float:
         """Of the whole tensors on the fullest rank, as `cost.collective` counts them."""
-        names = node.outs if "all_gather" in node.op else refs_of(node)
+        names = node.outs if COLLECTIVES[node.op].gathers else refs_of(node)
         placed = [values[name] for name in names]
         return float(sum(held_bytes(p.type, p.layout, mesh.sizes) for p in placed))

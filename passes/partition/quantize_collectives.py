@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias
 
 from autoshard.errors import UsageError
 from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
-from autoshard.ir.comm import ANY_GATHER, GATHER_Q, GATHERS, SCATTER_Q, SCATTERS, wheres_of
+from autoshard.ir.collectives import ALL_GATHER_Q, REDUCE_SCATTER_Q, exact_transfer, transfer_of, wheres_of
 from autoshard.ir.local_bytes import held_numel
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.quantized import packed_bytes
@@ -34,7 +34,6 @@ from autoshard.rules.quantized_gather import FLOATS, rows_of_rank
 GROUP = 256
 #: the smallest number of elements that may share a scale (`kernels.quant`)
 _LEAST = 32
-_REDUCTIONS = (*SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
 _ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$|^int(8)-(activations)$")
 #: what a collective moves
 Kind: TypeAlias = Literal["weights", "gradients", "activations"]
@@ -184,7 +183,7 @@ class _Chosen:
         Gathers of the same tensors over one axis after the other are one: rounded once, and unpacked once.
         """
         found = _Found({}, {})
-        gathered = {o for n in nodes if n.op in GATHERS for o in n.outs}
+        gathered = {o for n in nodes if exact_transfer(n) == "all_gather" for o in n.outs}
         for chain in _chains(nodes, uses):
             kind = kinds[chain[0].name]
             if kind == "activations" and not gathered.isdisjoint(refs_of(chain[0])):
@@ -226,7 +225,7 @@ class _Chosen:
             return None, ""
         over = axes if len(axes) > 1 else axes[0]
         args = (self._sources(first), over, wheres_of(first), bits, group)
-        made = replace(last, op=GATHER_Q if gathers else SCATTER_Q, args=args, kwargs=())
+        made = replace(last, op=(ALL_GATHER_Q if gathers else REDUCE_SCATTER_Q).op, args=args, kwargs=())
         reason = (
             f"int{allowed} {kind}: {fewer * 1e6:.0f} us, exact {exact * 1e6:.0f} us; "
             f"{volume:.2g} x less to send"
@@ -282,10 +281,10 @@ class _Chosen:
 
 def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]]:
     """Nodes in rows: a gather stands before the one that alone reads its results, all of them in order."""
-    before = {node.outs: node for node in nodes if node.op in GATHERS}
+    before = {node.outs: node for node in nodes if exact_transfer(node) == "all_gather"}
     follows: dict[str, Node] = {}
     for node in nodes:
-        first = before.get(tuple(refs_of(node))) if node.op in GATHERS else None
+        first = before.get(tuple(refs_of(node))) if exact_transfer(node) == "all_gather" else None
         if first is not None and all(uses[o] == 1 for o in first.outs):
             follows[first.name] = node
     later = {n.name for n in follows.values()}
@@ -338,12 +337,12 @@ class Weights:
     @staticmethod
     def _gathered(nodes: Collection[Node], found: set[str]) -> None:
         for node in nodes:
-            if node.op in ANY_GATHER:
+            if transfer_of(node) == "all_gather":
                 found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
 
     def are_gathered(self, node: Node, inside: str) -> bool:
         """Whether a node gathers parameters and nothing else."""
-        return node.op in GATHERS and all(r in self.inside[inside] for r in refs_of(node))
+        return exact_transfer(node) == "all_gather" and all(r in self.inside[inside] for r in refs_of(node))
 
 
 class Gradients:
@@ -378,7 +377,8 @@ class Gradients:
                 uses.setdefault(name, []).append(node)
         found = set(ends)
         for node in reversed(list(nodes)):
-            if node.op in _REDUCTIONS and node.kwarg("op", "sum") == "sum":
+            reduces = exact_transfer(node) in ("reduce_scatter", "all_reduce")
+            if reduces and node.kwarg("op", "sum") == "sum":
                 for out, source in zip(node.outs, refs_of(node), strict=True):
                     if out in found and len(uses[source]) == 1:
                         found.add(source)
@@ -386,4 +386,4 @@ class Gradients:
 
     def are_scattered(self, node: Node, inside: str) -> bool:
         """Whether a node scatters sums of gradients and nothing else."""
-        return node.op in SCATTERS and all(o in self.inside[inside] for o in node.outs)
+        return exact_transfer(node) == "reduce_scatter" and all(o in self.inside[inside] for o in node.outs)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from autoshard.errors import UsageError
 from autoshard.ir import Joint
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.statements import Statement
 from autoshard.passes.stages.gradient_owners import floors_of, makers_of, owners_of
 from autoshard.passes.stages.unpartitioned import Unpartitioned
@@ -151,7 +152,7 @@ class _Deciding:
         while left:
             value = left.pop()
             place = self.maker.get(value)
-            if place is None or not self.whole.all[place].node.op.startswith("comm."):
+            if place is None or not is_collective(self.whole.all[place].node):
                 continue
             if found.issuperset(self.users.get(value, ())):
                 found.add(place)
