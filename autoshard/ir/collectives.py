@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -45,7 +45,8 @@ class CollectiveSpec:
     does so. fits: which two of them. bucket: whether it moves several tensors in one message. in_turn:
     whether large ones go out over an axis one at a time, as they hold what they send, and nothing may need
     their results before the end of the step. packed: whether it is given what is sent, rather than values.
-    product: an exchange of rows as the op on whole tensors.
+    product: the op on whole tensors that an exchange of rows is. counted: whether that takes the number of
+    experts.
     """
 
     op: str
@@ -59,7 +60,8 @@ class CollectiveSpec:
     bucket: bool = False
     in_turn: bool = False
     packed: bool = False
-    product: Callable[[Node], Node] | None = None
+    product: str = ""
+    counted: bool = False
 
     @property
     def name(self) -> str:
@@ -83,22 +85,9 @@ class CollectiveSpec:
 
     @property
     def gathers(self) -> bool:
-        """Whether its results are the whole tensors, whose bytes on a rank the price counts; else what it is
-        given is."""
+        """Whether the price counts its results, which are whole; else what it is given, which is then."""
         return self.transfer == "all_gather"
 
-
-def _expert_mm(node: Node) -> Node:
-    parts, _, transposed, _ = node.args
-    return replace(node, op="autoshard.expert_mm.default", args=(*parts, transposed))
-
-
-def _expert_outer(node: Node) -> Node:
-    parts, _, transposed, count = node.args
-    return replace(node, op="autoshard.expert_outer.default", args=(*parts, count, transposed))
-
-
-# -- the table ---------------------------------------------------------------------------------------------
 
 _PARTS = (("outer", 1), ("inner", 1), ("size", None))
 _BLOCKS = (("split_outer", 1), ("concat_outer", 1))
@@ -138,9 +127,11 @@ ALL_GATHER_WIRE = CollectiveSpec(
     "comm.all_gather_wire.default", "quantised", "all_gather", "all_gather", packed=True
 )
 EXPERT_MM = CollectiveSpec(
-    "comm.expert_mm.default", "experts", "all_to_all", "all_to_all", product=_expert_mm
+    "comm.expert_mm.default", "experts", "all_to_all", "all_to_all", product="autoshard.expert_mm.default"
 )
-EXPERT_OUTER = replace(EXPERT_MM, op="comm.expert_outer.default", product=_expert_outer)
+EXPERT_OUTER = replace(
+    EXPERT_MM, op="comm.expert_outer.default", product="autoshard.expert_outer.default", counted=True
+)
 ALL_GATHER_MM = CollectiveSpec("comm.all_gather_mm.default", "ring", "all_gather", "all_gather")
 MM_REDUCE_SCATTER = CollectiveSpec(
     "comm.mm_reduce_scatter.default", "ring", "reduce_scatter", "reduce_scatter"
@@ -159,9 +150,6 @@ TENSOR_COLLECTIVES, BUCKET_COLLECTIVES = (
     for bucket in (False, True)
 )
 _BETWEEN = {spec.between: spec for spec in _ROWS if spec.between is not None}
-
-
-# -- what is asked -----------------------------------------------------------------------------------------
 
 
 def spec_of(node: Node) -> CollectiveSpec | None:
@@ -251,6 +239,19 @@ def moved_by(node: Node) -> list[tuple[str, str]]:
 def wheres_of(node: Node) -> tuple[tuple[Arg, ...], ...]:
     """Where each tensor of a collective is cut or joined."""
     return tuple(t.where for t in transfers_of(node) or ())
+
+
+def kept_outs(node: Node, outs: Collection[str]) -> Node | None:
+    """A collective of those of its tensors whose results are among ``outs``, None if there are none."""
+    left = [k for k, out in enumerate(node.outs) if out in outs]
+    if len(left) == len(node.outs):
+        return node
+    if not left:
+        return None
+    sources, axis, *rest = node.args
+    args = (tuple(sources[k] for k in left), axis, *(tuple(each[k] for k in left) for each in rest))
+    made, types = tuple(node.outs[k] for k in left), tuple(node.types[k] for k in left)
+    return replace(node, args=args, outs=made, types=types)
 
 
 def sent_bits(node: Node) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from autoshard.ir import Node, refs_of
 from autoshard.ir.collectives import axes_of, is_collective, is_message, kind_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
+from autoshard.passes.segment_parts import derived_values
 from autoshard.program.program import NodeNote, Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.decided import Decisions
@@ -75,7 +76,8 @@ def segments_of(program: Program, pricer: Pricer, decisions: Decisions) -> Itera
                 entry.stages.add(part.stage)
                 if item.label:
                     entry.layers[item.label] = None
-    weights, sources = _weights(program), _sources(program)
+    stored = [p.name for p in program.signature.ports if p.kind in ("param", "buffer", "const")]
+    weights, sources = derived_values(program.lowered, stored, is_collective), _sources(program)
     for name, segment in lowered.segments.items():
         entry = called.get(name, _Called())
         values = segment.placed()
@@ -132,26 +134,6 @@ def _sources(program: Program) -> dict[tuple[str, str], list[list[str]]]:
                 found.setdefault((item.segment, name), {})[tuple(made[arg])] = made[arg]
         made.update((o, [item.segment, i]) for o, i in zip(item.outs, graph.outputs, strict=True))
     return {place: list(sources.values()) for place, sources in found.items()}
-
-
-def _weights(program: Program) -> dict[str, set[str]]:
-    """Segment -> its inputs that are parameters or buffers, or copies of them that collectives made."""
-    lowered = program.lowered
-    stored = {p.name for p in program.signature.ports if p.kind in ("param", "buffer", "const")}
-    found: dict[str, set[str]] = {}
-    for item in lowered.main:
-        if isinstance(item, Node):
-            if is_collective(item) and stored >= set(refs_of(item)):
-                stored |= set(item.outs)
-            continue
-        graph = lowered.segments[item.segment].graph
-        own = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in stored}
-        found.setdefault(item.segment, set()).update(own)
-        for node in graph.nodes:
-            if is_collective(node) and own >= set(refs_of(node)):
-                own |= set(node.outs)
-        stored |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
-    return found
 
 
 def _node(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from autoshard.cluster.mesh import Mesh
@@ -369,7 +370,11 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
 def product_of(node: Node) -> Node:
     """The product on whole tensors, for one that exchanges rows; other ops as they are."""
     spec = spec_of(node)
-    return node if spec is None or spec.product is None else spec.product(node)
+    if spec is None or not spec.product:
+        return node
+    rows, _, transposed, count = node.args
+    args = (*rows, count, transposed) if spec.counted else (*rows, transposed)
+    return replace(node, op=spec.product, args=args)
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:

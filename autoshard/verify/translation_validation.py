@@ -14,7 +14,7 @@ from functools import partial
 
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.boundaries import wires_of
-from autoshard.ir.collectives import is_ring, spec_of
+from autoshard.ir.collectives import exact_transfer, is_ring, spec_of, transfer_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
 from autoshard.rules.quantized_gather import NORMS, WIRED
@@ -267,8 +267,7 @@ class Walk:
             return
         if ready.moves is not None:
             self.out.moves += 1
-            spec = spec_of(ready.node)
-            self.out.rounded += spec is not None and spec.family == "quantised"
+            self.out.rounded += transfer_of(ready.node) != exact_transfer(ready.node)
             env.update({out: env[source] for source, out in ready.moves})
             # what a broken text leaves out is lost
             env.update({out: LOST for out in ready.node.outs if out not in env})

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, SLICE
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment
+from autoshard.ir.lowered import Lowered, LoweredSegment
+from autoshard.passes.rewrite import replaced_in, replaced_in_main
 
 
 def keep_part(lowered: Lowered) -> Lowered:
@@ -20,26 +21,13 @@ def keep_part(lowered: Lowered) -> Lowered:
     segments = {name: _segment(s) for name, s in lowered.segments.items()}
     uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
     made = _pairs([i for i in lowered.main if isinstance(i, Node)], uses + Counter(lowered.results))
-    main: list[Instruction] = []
-    starts: list[int] = []
-    for item in lowered.main:
-        starts.append(len(main))
-        found = made.get(item.name, item) if isinstance(item, Node) else item
-        main += [] if found is None else [found]
-    starts.append(len(main))
-    parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
-    gone = {name for name, node in made.items() if node is None}
-    values = {n: placed for n, placed in lowered.values.items() if n not in gone}
-    return replace(lowered, segments=segments, main=tuple(main), values=values, parts=parts)
+    return replace(replaced_in_main(lowered, made), segments=segments)
 
 
 def _segment(segment: LoweredSegment) -> LoweredSegment:
     graph = segment.graph
     uses = Counter(r for n in graph.nodes for r in refs_of(n)) + Counter(graph.outputs)
-    made = _pairs(graph.nodes, uses)
-    nodes = tuple(found for n in graph.nodes if (found := made.get(n.name, n)) is not None)
-    layouts = {n: lay for n, lay in segment.layouts.items() if made.get(n, ...) is not None}
-    return replace(segment, graph=replace(graph, nodes=nodes), layouts=layouts)
+    return replaced_in(segment, _pairs(graph.nodes, uses))
 
 
 def _pairs(nodes: Sequence[Node] | Collection[Node], uses: Mapping[str, int]) -> dict[str, Node | None]:

@@ -20,15 +20,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autoshard.errors import UsageError
-from autoshard.ir import (
-    Arg,
-    LocalOffset,
-    LocalSize,
-    Node,
-    ShardOf,
-    TensorType,
-    refs_of,
-)
+from autoshard.ir import Arg, LocalOffset, LocalSize, Node, ShardOf, TensorType, refs_of
 from autoshard.ir.collectives import (
     COLLECTIVES,
     TensorTransfer,
@@ -39,7 +31,7 @@ from autoshard.ir.collectives import (
     transfers_of,
 )
 from autoshard.ir.local_bytes import held_bytes
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, with_main
 from autoshard.ir.names import free_name
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, layout_ok, local_shape
 from autoshard.rules.local import MeshShape
@@ -127,14 +119,8 @@ class _Refiner:
         segments = {name: self._segment(s) for name, s in lowered.segments.items()}
         values = {n: self.placed(p) for n, p in lowered.values.items()}
         chain = _Chain(self, values, lowered.values)
-        main: list[Instruction] = []
-        starts: list[int] = []
-        for item in lowered.main:
-            starts.append(len(main))
-            main += chain.of(item) if isinstance(item, Node) else [item]
-        starts.append(len(main))
-        parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
-        return replace(lowered, segments=segments, main=tuple(main), values=values, parts=parts)
+        made = with_main(lowered, lambda item: chain.of(item) if isinstance(item, Node) else [item])
+        return replace(made, segments=segments, values=values)
 
     def _segment(self, segment: LoweredSegment) -> LoweredSegment:
         types = segment.graph.types()
@@ -235,43 +221,50 @@ class _Chain:
 
     def _gathers(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Outermost level first: what goes over it is smallest then."""
-        made, at = [], [m.source for m in members]
-        for level in range(len(self.refiner.ways)):
-            last = level == len(self.refiner.ways) - 1
-            layouts = [self._between(self.values[m.source].layout, m, level + 1, R) for m in members]
-            outs = [
-                m.out if last else self._named(m, layout, level)
-                for m, layout in zip(members, layouts, strict=True)
-            ]
-            made.append(self._node(node, "all_gather", level, members, at, outs, level))
-            at = outs
-        return made
+        return self._by_level(
+            node,
+            "all_gather",
+            members,
+            range(len(self.refiner.ways)),
+            lambda m, level: self._between(self.values[m.source].layout, m, level + 1, R),
+        )
 
     def _scatters(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Innermost level first: what goes over the outermost is smallest then."""
+        return self._by_level(
+            node,
+            "reduce_scatter",
+            members,
+            range(len(self.refiner.ways))[::-1],
+            lambda m, level: self._between(self.values[m.out].layout, m, level, Partial()),
+        )
+
+    def _by_level(
+        self,
+        node: Node,
+        kind: TransferKind,
+        members: Sequence[_Member],
+        levels: Sequence[int],
+        layout: Callable[[_Member, int], Layout],
+    ) -> list[Node]:
+        """One collective over each of some levels, the last of which makes the results. layout: after it."""
         made, at = [], [m.source for m in members]
-        for level in reversed(range(len(self.refiner.ways))):
-            layouts = [self._between(self.values[m.out].layout, m, level, Partial()) for m in members]
-            outs = [
-                m.out if not level else self._named(m, layout, level)
-                for m, layout in zip(members, layouts, strict=True)
-            ]
-            made.append(self._node(node, "reduce_scatter", level, members, at, outs, level))
+        for level in levels:
+            after = [(m, layout(m, level)) for m in members]
+            outs = [m.out if level == levels[-1] else self._named(m, lay, level) for m, lay in after]
+            done = {"all_reduce": None, "slice": 0}.get(kind, level)
+            made.append(self._node(node, kind, level, members, at, outs, done))
             at = outs
         return made
 
     def _slices(self, node: Node, members: Sequence[_Member]) -> list[Node]:
-        (member,) = members
-        made, at = [], member.source
         start, levels = self.refiner.at, len(self.refiner.ways)
-        for level in range(levels):
-            layout = list(self.values[member.out].layout)
-            layout[start + level + 1 : start + levels] = [R] * (levels - level - 1)
-            last = level == levels - 1
-            out = member.out if last else self._named(member, tuple(layout), level)
-            made.append(self._node(node, "slice", level, members, [at], [out], 0))
-            at = out
-        return made
+
+        def after(m: _Member, level: int) -> Layout:
+            layout = self.values[m.out].layout
+            return (*layout[: start + level + 1], *[R] * (levels - level - 1), *layout[start + levels :])
+
+        return self._by_level(node, "slice", members, range(levels), after)
 
     def _reductions(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Scattered inside, reduced over the outermost level, gathered inside; one level after the other
@@ -282,15 +275,8 @@ class _Chain:
         plain = [m for m, d in zip(members, dims, strict=True) if d is None]
         made: list[Node] = []
         if plain:
-            at = [m.source for m in plain]
-            for level in reversed(range(len(self.refiner.ways))):
-                layouts = [self._reduced(m, level, op) for m in plain]
-                outs = [
-                    m.out if not level else self._named(m, lay, level)
-                    for m, lay in zip(plain, layouts, strict=True)
-                ]
-                made.append(self._node(node, "all_reduce", level, plain, at, outs, None))
-                at = outs
+            levels = range(len(self.refiner.ways))[::-1]
+            made += self._by_level(node, "all_reduce", plain, levels, lambda m, lv: self._reduced(m, lv, op))
         if split:
             made += self._divided_reductions(node, split)
         return made

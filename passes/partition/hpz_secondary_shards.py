@@ -25,6 +25,7 @@ from autoshard.ir.collectives import (
     TensorTransfer,
     collective,
     exact_transfer,
+    kept_outs,
     moved_by,
     transfers_of,
 )
@@ -70,22 +71,6 @@ def secondary_shards(
 # -- parameters ----------------------------------------------------------------------------------------
 
 
-def _only(node: Node, chosen: Collection[str]) -> Node | None:
-    """A collective of several tensors without those whose results are not chosen; None if none is left."""
-    members = [t for t in transfers_of(node) or () if t.out in chosen]
-    if len(members) == len(node.outs):
-        return node
-    if not members:
-        return None
-    types = dict(zip(node.outs, node.types, strict=True))
-    return replace(
-        node,
-        args=(tuple(Ref(t.source) for t in members), node.args[1], tuple(t.where for t in members)),
-        outs=tuple(t.out for t in members),
-        types=tuple(types[t.out] for t in members),
-    )
-
-
 @dataclass(frozen=True)
 class _Made:
     """How a segment makes copies. copy: input -> its copy. steps: per axis, gathers of the segment."""
@@ -111,7 +96,7 @@ def _made_in(nodes: Collection[Node], sources: Collection[str], axes: tuple[str,
         steps.append(node)
     roots = {out: root for out, (root, _) in level.items()}
     chosen = {out for out, root in roots.items() if root in copy and out != root}
-    kept = [n for s in steps if (n := _only(s, chosen)) is not None]
+    kept = [n for s in steps if (n := kept_outs(s, chosen)) is not None]
     return _Made(copy, tuple(kept))
 
 
@@ -248,7 +233,7 @@ class _Copies:
         types = self.lowered.segments[item.segment].graph.types()
         found: list[Node] = []
         for node in made.steps:
-            kept = _only(node, chosen)
+            kept = kept_outs(node, chosen)
             if kept is None:
                 continue
             for source, out in moved_by(kept):
@@ -292,7 +277,7 @@ class _Copies:
             nodes: list[Node] = []
             for node in segment.graph.nodes:
                 if exact_transfer(node) == "all_gather" and node.args[1] in self.how.copies:
-                    kept = _only(node, set(node.outs) - dropped)
+                    kept = kept_outs(node, set(node.outs) - dropped)
                     nodes += [] if kept is None else [kept]
                 else:
                     nodes.append(node)
@@ -419,7 +404,7 @@ class _Waiting:
                 node = makers[at]
                 if exact_transfer(node) != "reduce_scatter" or node.args[1] not in self.axes:
                     break
-                only = _only(node, {at})
+                only = kept_outs(node, {at})
                 assert only is not None
                 steps.insert(0, only)
                 gone.add(at)
@@ -431,7 +416,7 @@ class _Waiting:
         nodes: list[Node] = []
         for node in graph.nodes:
             if exact_transfer(node) == "reduce_scatter" and not gone.isdisjoint(node.outs):
-                kept = _only(node, set(node.outs) - gone)
+                kept = kept_outs(node, set(node.outs) - gone)
                 nodes += [] if kept is None else [kept]
             else:
                 nodes.append(node)

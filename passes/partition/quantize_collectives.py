@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from autoshard.errors import UsageError
-from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
+from autoshard.ir import DTYPES, Call, Graph, Node, Ref, refs_of
 from autoshard.ir.collectives import ALL_GATHER_Q, REDUCE_SCATTER_Q, exact_transfer, transfer_of, wheres_of
 from autoshard.ir.local_bytes import held_numel
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.quantized import packed_bytes
+from autoshard.passes.rewrite import replaced_in, replaced_in_main
 from autoshard.passes.simplify.activations import Activations
 from autoshard.rules.local import MeshShape
 from autoshard.rules.quantized_gather import FLOATS, rows_of_rank
@@ -126,35 +127,14 @@ def quantise_collectives(lowered: Lowered, sent: Sent, mesh: MeshShape, how: Qua
         uses = Counter(r for n in segment.graph.nodes for r in refs_of(n)) + Counter(segment.graph.outputs)
         kinds = {n.name: k for n in segment.graph.nodes if (k := kind(n, name)) is not None}
         found = chosen.among([n for n in segment.graph.nodes if n.name in kinds], kinds, uses, values)
-        nodes = tuple(made for n in segment.graph.nodes if (made := found.nodes.get(n.name, n)) is not None)
-        left = {n for n, _ in segment.graph.inputs} | {o for n in nodes for o in n.outs}
-        layouts = {n: layout for n, layout in segment.layouts.items() if n in left}
-        graph = replace(segment.graph, nodes=nodes)
-        segments[name] = LoweredSegment(graph, layouts, {**segment.why, **found.why})
+        made = replaced_in(segment, found.nodes)
+        segments[name] = replace(made, why={**segment.why, **found.why})
     uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
     nodes_of_main = [i for i in lowered.main if isinstance(i, Node)]
     kinds = {n.name: k for n in nodes_of_main if (k := kind(n, "")) is not None}
     own = [n for n in nodes_of_main if n.name in kinds]
     found = chosen.among(own, kinds, uses + Counter(lowered.results), lowered.values)
-    return replace(_with(lowered, found.nodes), segments=segments)
-
-
-def _with(lowered: Lowered, found: Mapping[str, Node | None]) -> Lowered:
-    """The program with other nodes in main, by name; None for one that is gone."""
-    main: list[Instruction] = []
-    starts: list[int] = []
-    gone: set[str] = set()
-    for item in lowered.main:
-        starts.append(len(main))
-        made = found.get(item.name, item) if isinstance(item, Node) else item
-        if made is None:
-            gone.update(item.outs)
-        else:
-            main.append(made)
-    starts.append(len(main))
-    parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
-    values = {n: placed for n, placed in lowered.values.items() if n not in gone}
-    return replace(lowered, main=tuple(main), values=values, parts=parts)
+    return replace(replaced_in_main(lowered, found.nodes), segments=segments)
 
 
 @dataclass(frozen=True)
@@ -224,7 +204,7 @@ class _Chosen:
         if fewer >= exact:
             return None, ""
         over = axes if len(axes) > 1 else axes[0]
-        args = (self._sources(first), over, wheres_of(first), bits, group)
+        args = (tuple(map(Ref, sources)), over, wheres_of(first), bits, group)
         made = replace(last, op=(ALL_GATHER_Q if gathers else REDUCE_SCATTER_Q).op, args=args, kwargs=())
         reason = (
             f"int{allowed} {kind}: {fewer * 1e6:.0f} us, exact {exact * 1e6:.0f} us; "
@@ -272,11 +252,6 @@ class _Chosen:
         exact = copy(2 * ways * own) + message("reduce_scatter", ways * own, axis)
         fewer = copy(3 * ways * own + ways * packed) + message("all_to_all", ways * packed, axis)
         return exact, fewer + copy(ways * packed + own), own / packed
-
-    @staticmethod
-    def _sources(node: Node) -> tuple[object, ...]:
-        first = node.args[0]
-        return first if isinstance(first, tuple) else (first,)
 
 
 def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]]:

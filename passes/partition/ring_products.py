@@ -21,15 +21,16 @@ from math import prod
 from autoshard.ir import Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.collectives import ALL_GATHER, ALL_GATHER_MM, MM_REDUCE_SCATTER, REDUCE_SCATTER, is_message
 from autoshard.ir.lowered import Lowered, LoweredSegment
+from autoshard.ir.views import RESHAPES, TRANSPOSES
 from autoshard.passes.fuse.fuse_bias import fused
 from autoshard.passes.overlap.schedule_ops import Seconds, shortest
+from autoshard.passes.segment_parts import derived_values
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.rules.local import MeshShape, symbolic_shape
 
 _MM, _ADD = "aten.mm.default", "aten.add.Tensor"
-_VIEWS = ("aten.reshape.default", "aten.view.default")
 #: what a parameter may go through before it is a factor
-_LIGHT = (*_VIEWS, "aten.t.default", "aten.transpose.int", "aten.permute.default", ALL_GATHER.op)
+_LIGHT = RESHAPES | TRANSPOSES | {ALL_GATHER.op}
 #: a ring has to save this share of its segment
 _WORTH = 1e-3
 
@@ -64,35 +65,17 @@ def ring_products(
 
     parameters: inputs of the program that are. gradients: values of main that are results.
     """
-    stored, grads = _stored(lowered, parameters), _grads(lowered, gradients)
+    stored = derived_values(lowered, parameters, lambda node: node.op in _LIGHT)
+    grads = _grads(lowered, gradients)
 
     def made(name: str, segment: LoweredSegment) -> LoweredSegment:
-        own, out = stored.get(name, frozenset()), grads.get(name, frozenset())
+        own, out = frozenset(stored.get(name, ())), grads.get(name, frozenset())
         return known.of("rings", segment, (own, out, how), lambda: _Segment(segment, own, out, how).run())
 
     return replace(lowered, segments={name: made(name, s) for name, s in lowered.segments.items()})
 
 
 # -- what belongs to parameters ----------------------------------------------------------------------------
-
-
-def _stored(lowered: Lowered, parameters: Collection[str]) -> dict[str, frozenset[str]]:
-    """Segment -> its values that are parameters, looked at or placed in whatever way."""
-    known = set(parameters)
-    found: dict[str, set[str]] = {}
-    for item in lowered.main:
-        if isinstance(item, Node):
-            if item.op in _LIGHT and known.issuperset(refs_of(item)):
-                known.update(item.outs)
-            continue
-        graph = lowered.segments[item.segment].graph
-        own = found.setdefault(item.segment, set())
-        own |= {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in known}
-        for node in graph.nodes:
-            if node.op in _LIGHT and own.issuperset(refs_of(node)):
-                own.update(node.outs)
-        known |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
-    return {name: frozenset(own) for name, own in found.items()}
 
 
 def _grads(lowered: Lowered, gradients: Collection[str]) -> dict[str, frozenset[str]]:
@@ -202,7 +185,7 @@ class _Segment:
 
     def _views(self, name: str, type_: TensorType) -> list[str]:
         """Views of a value that have a type."""
-        return [n.name for n in self.users.get(name, ()) if n.op in _VIEWS and n.types[0] == type_]
+        return [n.name for n in self.users.get(name, ()) if n.op in RESHAPES and n.types[0] == type_]
 
     def _is_weight(self, factor: object, gathered: str) -> bool:
         """Whether a factor is an input of the segment, looked at in some way, and not what is gathered."""
@@ -241,7 +224,7 @@ class _Segment:
         if node is None or self.uses[name] != 1 or self.types[name] != type_:
             return None
         gone.add(name)
-        if node.op in _VIEWS and len(type_.shape) > 2:
+        if node.op in RESHAPES and len(type_.shape) > 2:
             name = next(refs_of(node))
             flat = TensorType((prod(type_.shape[:-1]), type_.shape[-1]), type_.dtype)
             node = self.makers.get(name)
@@ -279,7 +262,7 @@ def _with(segment: LoweredSegment, ring: _Found) -> LoweredSegment:
     gone = ring.gone - {ring.at}
     nodes = [ring.node if n.name == ring.at else n for n in graph.nodes if n.name not in gone]
     used = Counter(r for n in nodes for r in refs_of(n)) + Counter(graph.outputs)
-    nodes = [n for n in nodes if n.op not in _VIEWS or used[n.name]]
+    nodes = [n for n in nodes if n.op not in RESHAPES or used[n.name]]
     nodes = _sorted(nodes)
     made = Graph(graph.name, graph.inputs, tuple(nodes), graph.outputs)
     known = made.types()
