@@ -169,20 +169,17 @@ def is_collective(node: Node) -> bool:
 
 def is_message(node: Node) -> bool:
     """Whether ranks exchange anything; a slice of what a rank has sends nothing."""
-    spec = COLLECTIVES.get(node.op)
-    return spec is not None and bool(spec.primitive)
+    return node.op in COLLECTIVES and bool(COLLECTIVES[node.op].primitive)
 
 
 def kind_of(node: Node) -> str:
     """``all_reduce`` for itself and its bucket; "" for an op that is no collective."""
-    spec = COLLECTIVES.get(node.op)
-    return "" if spec is None else spec.kind
+    return COLLECTIVES[node.op].kind if node.op in COLLECTIVES else ""
 
 
 def is_ring(node: Node) -> bool:
     """Whether it is products in chunks that travel round an axis."""
-    spec = COLLECTIVES.get(node.op)
-    return spec is not None and spec.family == "ring"
+    return node.op in COLLECTIVES and COLLECTIVES[node.op].family == "ring"
 
 
 def transfer_of(node: Node) -> TransferKind | None:
@@ -269,8 +266,7 @@ def nbytes_made(node: Node) -> int:
 
 def goes_in_turn(node: Node) -> bool:
     """Whether one such message is on its way per axis at a time."""
-    spec = COLLECTIVES.get(node.op)
-    return spec is not None and spec.in_turn and nbytes_made(node) > _LITTLE
+    return node.op in COLLECTIVES and COLLECTIVES[node.op].in_turn and nbytes_made(node) > _LITTLE
 
 
 def collective(
@@ -291,15 +287,12 @@ def collective(
     """
     bucket = len(transfers) > 1 if bucket is None else bucket
     spec = (BUCKET_COLLECTIVES if bucket else TENSOR_COLLECTIVES)[transfer]  # type: ignore[index]
+    refs, wheres = tuple(Ref(t.source) for t in transfers), tuple(t.where for t in transfers)
+    args: tuple[Arg, ...] = (refs, axis, wheres) if spec.dims else (refs, axis)
     kwargs: list[tuple[str, Arg]] = [("op", reduce)] if reduce else []
-    args: tuple[Arg, ...]
-    if bucket:
-        args = (tuple(Ref(t.source) for t in transfers), axis)
-        args += (tuple(t.where for t in transfers),) if spec.dims else ()
-    else:
-        (one,) = transfers
-        args = (Ref(one.source), axis, *one.where[: spec.dims])
-        said = zip(spec.keywords, one.where[spec.dims :], strict=True)
+    if not bucket:
+        args = (refs[0], axis, *wheres[0][: spec.dims])
+        said = zip(spec.keywords, wheres[0][spec.dims :], strict=True)
         kwargs += [(key, value) for (key, default), value in said if value != default]
     outs = tuple(t.out for t in transfers)
     return Node(spec.op, args, tuple(kwargs), outs, tuple(types), origin, backward)

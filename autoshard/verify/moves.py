@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.reshard import step_between
 from autoshard.ir import Arg, Node, Origin, Ref, TensorType
-from autoshard.ir.collectives import COLLECTIVES, TensorTransfer, TransferKind, transfers_of
+from autoshard.ir.collectives import COLLECTIVES, TensorTransfer, TransferKind, transfers_of, wheres_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.placement import Layout, Partial, layout_ok
@@ -161,9 +161,7 @@ def _where(
 ) -> tuple[Arg, ...]:
     """The place at which the collective between two layouts cuts or joins."""
     node = collective_node(mesh, kind, axis, "x", type_, layouts, "y", Origin(), False)
-    made = moves_of(node)
-    assert made is not None
-    return made[0].where
+    return wheres_of(node)[0]
 
 
 def _normal(where: tuple[Arg, ...]) -> tuple[Arg, ...]:

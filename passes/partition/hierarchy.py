@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, LocalOffset, LocalSize, Node, ShardOf, TensorType, refs_of
@@ -107,6 +108,10 @@ class _Member:
     type: TensorType
 
 
+#: a collective over a level, and where a tensor lies after it
+_Step: TypeAlias = tuple[TransferKind, int, Callable[[_Member, int], Layout]]
+
+
 class _Refiner:
     def __init__(self, mesh: MeshShape, how: ByLevel) -> None:
         check_levels(how.levels, mesh)
@@ -184,7 +189,7 @@ class _Chain:
         self, refiner: _Refiner, values: dict[str, PlacedValue], old: Mapping[str, PlacedValue]
     ) -> None:
         self.refiner, self.values, self.old = refiner, values, old
-        self.taken = set(values)
+        self.taken, self.levels = set(values), range(len(refiner.ways))
         self.why: dict[str, str] = {}
 
     def of(self, node: Node) -> list[Node]:
@@ -221,50 +226,42 @@ class _Chain:
 
     def _gathers(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Outermost level first: what goes over it is smallest then."""
-        return self._by_level(
-            node,
-            "all_gather",
-            members,
-            range(len(self.refiner.ways)),
-            lambda m, level: self._between(self.values[m.source].layout, m, level + 1, R),
-        )
+
+        def after(m: _Member, level: int) -> Layout:
+            return self._between(self.values[m.source].layout, m, level + 1, R)
+
+        return self._by_level(node, members, [("all_gather", level, after) for level in self.levels])
 
     def _scatters(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Innermost level first: what goes over the outermost is smallest then."""
-        return self._by_level(
-            node,
-            "reduce_scatter",
-            members,
-            range(len(self.refiner.ways))[::-1],
-            lambda m, level: self._between(self.values[m.out].layout, m, level, Partial()),
-        )
+
+        def after(m: _Member, level: int) -> Layout:
+            return self._between(self.values[m.out].layout, m, level, Partial())
+
+        return self._by_level(node, members, [("reduce_scatter", lv, after) for lv in self.levels[::-1]])
 
     def _by_level(
-        self,
-        node: Node,
-        kind: TransferKind,
-        members: Sequence[_Member],
-        levels: Sequence[int],
-        layout: Callable[[_Member, int], Layout],
+        self, node: Node, members: Sequence[_Member], steps: Sequence[_Step], base: int = 0
     ) -> list[Node]:
-        """One collective over each of some levels, the last of which makes the results. layout: after it."""
+        """One collective after the other, the last of which makes the results."""
         made, at = [], [m.source for m in members]
-        for level in levels:
+        for k, (kind, level, layout) in enumerate(steps):
+            last = k == len(steps) - 1
             after = [(m, layout(m, level)) for m in members]
-            outs = [m.out if level == levels[-1] else self._named(m, lay, level) for m, lay in after]
+            outs = [m.out if last else self._named(m, lay, level) for m, lay in after]
             done = {"all_reduce": None, "slice": 0}.get(kind, level)
-            made.append(self._node(node, kind, level, members, at, outs, done))
+            made.append(self._node(node, kind, level, members, at, outs, done, base))
             at = outs
         return made
 
     def _slices(self, node: Node, members: Sequence[_Member]) -> list[Node]:
-        start, levels = self.refiner.at, len(self.refiner.ways)
+        start, levels = self.refiner.at, len(self.levels)
 
         def after(m: _Member, level: int) -> Layout:
             layout = self.values[m.out].layout
             return (*layout[: start + level + 1], *[R] * (levels - level - 1), *layout[start + levels :])
 
-        return self._by_level(node, "slice", members, range(levels), after)
+        return self._by_level(node, members, [("slice", level, after) for level in self.levels])
 
     def _reductions(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Scattered inside, reduced over the outermost level, gathered inside; one level after the other
@@ -275,30 +272,22 @@ class _Chain:
         plain = [m for m, d in zip(members, dims, strict=True) if d is None]
         made: list[Node] = []
         if plain:
-            levels = range(len(self.refiner.ways))[::-1]
-            made += self._by_level(node, "all_reduce", plain, levels, lambda m, lv: self._reduced(m, lv, op))
+            steps: list[_Step] = [
+                ("all_reduce", level, lambda m, lv: self._reduced(m, lv, op)) for level in self.levels[::-1]
+            ]
+            made += self._by_level(node, plain, steps)
         if split:
             made += self._divided_reductions(node, split)
         return made
 
     def _divided_reductions(self, node: Node, members: Sequence[_Member]) -> list[Node]:
-        levels = range(1, len(self.refiner.ways))
-        made, at = [], [m.source for m in members]
-        for level in reversed(levels):
-            outs = [self._named(m, self._inside(m, level, Partial(), Partial()), level) for m in members]
-            made.append(self._node(node, "reduce_scatter", level, members, at, outs, level, base=1))
-            at = outs
-        outs = [self._named(m, self._inside(m, 1, R, R), 0) for m in members]
-        made.append(self._node(node, "all_reduce", 0, members, at, outs, None))
-        at = outs
-        for level in levels:
-            last = level == len(self.refiner.ways) - 1
-            outs = [
-                m.out if last else self._named(m, self._inside(m, level + 1, R, R), level) for m in members
-            ]
-            made.append(self._node(node, "all_gather", level, members, at, outs, level, base=1))
-            at = outs
-        return made
+        inner, part = self.levels[1:], Partial()
+        steps: list[_Step] = [
+            *(("reduce_scatter", k, lambda m, lv: self._inside(m, lv, part, part)) for k in inner[::-1]),
+            ("all_reduce", 0, lambda m, lv: self._inside(m, 1, R, R)),
+            *(("all_gather", k, lambda m, lv: self._inside(m, lv + 1, R, R)) for k in inner),
+        ]
+        return self._by_level(node, members, steps, base=1)
 
     # -- placements between steps ------------------------------------------------------------------
 
