@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,11 +19,12 @@ from autoshard.cluster import (
     usable_memory,
 )
 from autoshard.errors import UsageError, VerificationError
-from autoshard.options import PassOptions, PlanOptions, options_from, split_options
+from autoshard.options import Differentiate, PassOptions, PlanOptions, options_from, split_options
 from autoshard.passes.simplify.batch_terms import NO_TERMS
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.lowering import DEFAULT, lower_plan
 from autoshard.planner.planning import Planned, PlanningRequest, Progress, Source
+from autoshard.planner.resized import NotResizableError, resized
 from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -32,7 +33,11 @@ from autoshard.rules.user import Rules
 from autoshard.runtime.arguments import split_inputs
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.problem import batch_of
+from autoshard.search.solve.memory_text import bytes_up
 from autoshard.torch_adapters.compiled import uncompiled
+
+if TYPE_CHECKING:
+    from autoshard.runtime.checks.call_guard import Captured
 
 
 @dataclass(frozen=True)
@@ -285,6 +290,7 @@ def _parallelize_now(
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.local_batch import global_example
     from autoshard.runtime.module import bind
+    from autoshard.runtime.said import say_once
 
     if local_batch:
         where = parse_target(mesh)
@@ -295,40 +301,75 @@ def _parallelize_now(
     given = mesh if isinstance(mesh, DeviceMesh) else None
 
     planned_mesh, source = planned.plan.mesh, planned.source
+    prices = planned.cluster if isinstance(parse_target(mesh), Cluster) else cluster
     assert source is not None
 
-    def with_all_outputs(built: nn.Module, inputs: Any) -> Program:
-        more = replace(options, differentiate="all", pins=storage_pins(program))
-        other = plan(built, planned_mesh, example_inputs=inputs, cluster=cluster, options=more, rules=rules)
-        return compile_analysed(other, passes=passes)
+    def compiled(
+        module: nn.Module,
+        inputs: Any,
+        differentiate: Differentiate,
+        stored: Sequence[Program],
+        pins: Sequence[str],
+    ) -> tuple[Program, Captured]:
+        more = replace(
+            options,
+            differentiate="all" if options.differentiate == "all" else differentiate,
+            pins=tuple(pins),
+            stored=stored_layouts(stored),
+            tactics="",
+            global_batch=None,
+            replicate_small_batch=True,
+        )
+        other = plan(module, planned_mesh, example_inputs=inputs, cluster=prices, options=more, rules=rules)
+        return compile_analysed(other, passes=passes), captured(other, inputs, differentiate)
 
-    state = planned.analysis.folded.joint.captured_state
+    def captured(of: Planned, inputs: Any, differentiate: Differentiate) -> Captured:
+        def for_sizes(module: nn.Module, inputs: Any) -> Program | None:
+            assert of.source is not None
+            source = replace(of.source, model=module, args=inputs[0], kwargs=inputs[1])
+            analysis = source.analysed(lambda _: None)
+            try:
+                same = resized(of.plan, of.analysis, analysis)
+            except NotResizableError:
+                return None
+            return compile_analysed(Planned(same, analysis, of.cluster, None, source), passes=passes)
+
+        state = of.analysis.folded.joint.captured_state
+        return captured_of(state, inputs, differentiate, compiled, for_sizes)
+
     inputs = source.args, source.kwargs
-    return bind(
+    bound = bind(
         program,
         model,
         device_mesh_for(program.whole_mesh, given),
         seed=seed,
-        captured=captured_of(state, inputs, source.differentiate, with_all_outputs),
+        captured=captured(planned, inputs, options.differentiate),
         local_batch=local_batch,
+    )
+    say_once(_decided(planned, program))
+    return bound
+
+
+def _decided(planned: Planned, program: Program) -> str:
+    """What `parallelize` decided, in a line."""
+    solution = planned.solution
+    assert solution is not None
+    seconds, held = solution.placements.seconds, solution.placements.bytes
+    return (
+        f"{program.whole_mesh}, step {1e3 * seconds:.3g} ms on {planned.cluster.name} (predicted), "
+        f"{bytes_up(held)} per rank; model.plan has the placements"
     )
 
 
-def storage_pins(program: Program) -> tuple[str, ...]:
-    """Pins that keep parameters of a program where they are; layers that lie alike are pinned together."""
-    axes = Mesh.parse(program.mesh).names
-    pins: dict[str, dict[str, str]] = {}
-    for port in program.signature.ports:
-        if port.kind == "param":
-            glob = re.sub(r"(?<=\.)\d+(?=\.)", "*", port.target)
-            layout = program.lowered.values[port.name].layout
-            placed = ",".join(f"{axis}:{p}" for axis, p in zip(axes, layout, strict=True))
-            pins.setdefault(glob, {})[port.target] = placed
-    found: list[str] = []
-    for glob, named in pins.items():
-        one = len(set(named.values())) == 1
-        found += [f"{glob}={next(iter(named.values()))}"] if one else [f"{n}={p}" for n, p in named.items()]
-    return tuple(found)
+def stored_layouts(programs: Iterable[Program]) -> tuple[tuple[str, str], ...]:
+    """The layouts that parameters of programs have, by name."""
+    found: dict[str, str] = {}
+    for program in programs:
+        for port in program.signature.ports:
+            if port.kind == "param":
+                layout = program.lowered.values[port.name].layout
+                found[port.target] = " ".join(map(str, layout))
+    return tuple(found.items())
 
 
 def _decorate(target: Any, **options: Any) -> Any:

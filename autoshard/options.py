@@ -56,6 +56,12 @@ class PlanOptions:
     differentiate: Differentiate = option(
         "auto", "auto: gradients of the loss that the model returns; all: of all outputs"
     )
+    stored: tuple[tuple[str, str], ...] = option(
+        (), "parameters that are sharded already, with their layouts", hidden=True
+    )
+    replicate_small_batch: bool = option(
+        False, "let ranks that a batch has too few rows for compute alike", hidden=True
+    )
     baselines: bool = option(False, "also price what users choose by hand", hidden=True)
 
     def __post_init__(self) -> None:

@@ -112,8 +112,11 @@ def compile_program(target: str, folder: Path) -> None:
     step("capture and plan: the model is on meta, nothing is allocated")
     built = build(target, batch=BATCH, seq=SEQ)
     planned = autoshard.plan(built.model, MESH, example_inputs=built.inputs, cluster=CLUSTER, target=target)
-    proof = planned.plan.proof
-    step(f"planned: {proof.variables} decisions, {proof.states} choices, gap to the best {proof.gap:.1%}")
+    optimality = planned.plan.optimality
+    step(
+        f"planned: {optimality.variables} decisions, {optimality.states} choices, "
+        f"gap to the best {optimality.gap:.1%}"
+    )
     program = with_options(autoshard.compile(built.model, planned).program, batch=str(BATCH), seq=str(SEQ))
     autoshard.Compiled(program).save(folder, overwrite=True)
     step(f"compiled to {folder}")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Folded, Joint
-from autoshard.ir.comm import BUCKET_BYTES
+from autoshard.ir.collectives import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of

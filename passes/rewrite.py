@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from autoshard.ir import Arg, Node, Ref, TensorType
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, with_main
 
 Types: TypeAlias = Mapping[str, TensorType]
 Fresh: TypeAlias = Callable[[], str]
@@ -53,3 +54,27 @@ class Steps:
         node = self.node
         self.made.append(Node(op, args, kwargs, outs, tuple(types), node.origin, node.backward))
         return Ref(outs[0])
+
+
+#: name of a node -> what stands in its place, None for nothing
+Replaced: TypeAlias = Mapping[str, "Node | None"]
+
+
+def replaced_in_main(lowered: Lowered, found: Replaced) -> Lowered:
+    """The program with other nodes in main."""
+
+    def made(item: Instruction) -> list[Instruction]:
+        new = found.get(item.name, item) if isinstance(item, Node) else item
+        return [] if new is None else [new]
+
+    gone = {o for i in lowered.main if not made(i) for o in i.outs}
+    values = {n: placed for n, placed in lowered.values.items() if n not in gone}
+    return replace(with_main(lowered, made), values=values)
+
+
+def replaced_in(segment: LoweredSegment, found: Replaced) -> LoweredSegment:
+    """The segment with other nodes."""
+    nodes = tuple(new for n in segment.graph.nodes if (new := found.get(n.name, n)) is not None)
+    left = {n for n, _ in segment.graph.inputs} | {o for n in nodes for o in n.outs}
+    layouts = {n: layout for n, layout in segment.layouts.items() if n in left}
+    return replace(segment, graph=replace(segment.graph, nodes=nodes), layouts=layouts)

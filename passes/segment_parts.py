@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from autoshard.ir import Graph, Node, Ref, refs_of
-from autoshard.ir.lowered import LoweredSegment
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.lowered import Lowered, LoweredSegment
 
 
 def sliced(
@@ -73,7 +74,31 @@ def moved_inputs(graph: Graph) -> dict[str, str]:
     """Values that are an input placed in another way, by collectives alone -> that input; inputs, too."""
     found = {name: name for name, _ in graph.inputs}
     for node in graph.nodes:
-        source = node.args[0] if node.op.startswith("comm.") else None
+        source = node.args[0] if is_collective(node) else None
         if isinstance(source, Ref) and source.name in found:
             found[node.name] = found[source.name]
+    return found
+
+
+def derived_values(
+    lowered: Lowered, known: Collection[str], derives: Callable[[Node], bool]
+) -> dict[str, set[str]]:
+    """Segment -> its values that are some values of main, or made of them alone by ops that derive."""
+    known = set(known)
+    found: dict[str, set[str]] = {}
+
+    def follow(nodes: Iterable[Node], own: set[str]) -> None:
+        for node in nodes:
+            if derives(node) and own.issuperset(refs_of(node)):
+                own.update(node.outs)
+
+    for item in lowered.main:
+        if isinstance(item, Node):
+            follow((item,), known)
+            continue
+        graph = lowered.segments[item.segment].graph
+        own = found.setdefault(item.segment, set())
+        own |= {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in known}
+        follow(graph.nodes, own)
+        known |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
     return found

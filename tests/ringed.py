@@ -13,7 +13,7 @@ from planned import analysed
 
 from autoshard.api import compile_analysed
 from autoshard.cluster import Cluster, Mesh, load_cluster
-from autoshard.ir.comm import is_ring
+from autoshard.ir.collectives import is_ring
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.problem.pins import Pin

@@ -85,8 +85,9 @@ def hooks(mesh: str) -> None:
     same_gradients(parallel, eager, f"hooks on {mesh}")
     if "pp" not in mesh:
         assert seen["parallel"] == seen["eager"], seen
-        parallel.up.register_forward_hook(lambda module, args, out: out * 2)
-        refused(lambda: parallel(batch()), "hooks")
+        for model in (parallel, eager):  # later, on a submodule
+            model.up.register_forward_hook(lambda module, args, out: out * 2)
+        close(parallel(batch())["loss"], eager(batch())["loss"], f"a hook that comes later on {mesh}")
 
 
 def losses_beside_the_loss(mesh: str) -> None:
@@ -105,26 +106,32 @@ def losses_beside_the_loss(mesh: str) -> None:
 
 
 def attributes() -> None:
-    """Changed ones are refused by name, and fine once they are back; modes that change nothing are fine."""
-    parallel = autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())
+    """Changed ones are followed, and so is what is put back."""
+    eager, parallel = Net(), autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())
     wanted = float(parallel(batch())["loss"])
-    parallel.scale = 5.0
-    refused(lambda: parallel(batch()), "scale is 5.0, and was 0.5")
-    parallel.scale = 0.5
+
+    def alike(what: str) -> None:
+        close(parallel(batch())["loss"].detach().float(), eager(batch())["loss"].detach().float(), what)
+
+    parallel.scale = eager.scale = 5.0
+    alike("another scale")
+    parallel.scale = eager.scale = 0.5
     parallel.eval()
     assert float(parallel(batch())["loss"]) == wanted
     parallel.train()
     parallel.drop.p = 0.5
-    refused(lambda: parallel(batch()), "drop.p")
+    assert abs(float(parallel(batch())["loss"]) - wanted) > 1e-6
     parallel.drop.p = 0.0
     type(parallel).sign = -1.0  # type: ignore[attr-defined]
     assert Net.sign == -1.0
-    refused(lambda: parallel(batch()), "sign is -1.0, and was 1.0")
+    alike("an attribute of the class")
     del type(parallel).sign  # type: ignore[attr-defined]
     assert not hasattr(Net, "sign")
     Net.sign = 1.0
+    assert float(parallel(batch())["loss"]) == wanted
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        refused(lambda: parallel(batch()), "autocast")
+        cast, plain = float(parallel(batch())["loss"]), float(eager(batch())["loss"])
+    assert abs(cast - plain) < 1e-2 * abs(plain)
     assert float(parallel(batch())["loss"]) == wanted
 
 
@@ -149,8 +156,8 @@ def evaluated_between(folder: str) -> None:
     ):
         for mode in (True, False, True):
             close(parallel.train(mode)(**inputs).loss.detach(), wanted, f"loss with training={mode}")
-        parallel.model.layers[1].self_attn.attention_dropout = 0.5
-        refused(lambda each=parallel: each(**inputs), "layers.1.self_attn.attention_dropout is 0.5")
+    parallel.model.layers[1].self_attn.attention_dropout = 0.5
+    refused(lambda: parallel(**inputs), "layers.1.self_attn.attention_dropout is 0.5")
 
 
 def optimizers_made_before() -> None:
@@ -187,7 +194,32 @@ def frozen_and_not() -> None:
     parallel(batch())["loss"].backward()
     assert parallel.up.weight.grad is None and parallel.down.weight.grad is None
     parallel.up.weight.requires_grad_(True)
-    refused(lambda: parallel(batch()), "up.weight is trained, and was frozen")
+    parallel.zero_grad()
+    parallel(batch())["loss"].backward()
+    eager = Net()
+    eager(batch())["loss"].backward()
+    close(parallel.up.weight.grad, eager.up.weight.grad, "what is trained later")
+
+
+class Asks(nn.Module):
+    """Another result where gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return (y * 3 if y.requires_grad else y).square().mean()
+
+
+def code_that_asks_for_gradients() -> None:
+    """Called without them, it runs as it is, on gathered parameters."""
+    eager, parallel = Asks(), autoshard.parallelize(Asks(), "fsdp=4", example_inputs=batch())
+    for recorded in (True, False, True):
+        with torch.set_grad_enabled(recorded):
+            close(parallel(batch()).detach(), eager(batch()).detach(), f"gradients recorded: {recorded}")
 
 
 def ranks_given_different_things(mesh: str) -> None:
@@ -206,13 +238,15 @@ def ranks_given_different_things(mesh: str) -> None:
 
 
 def a_short_last_batch() -> None:
-    """Of the size of a rank's part: it is taken as that if ranks differ, and named if they do not."""
+    """Of the size of a rank's part: it is taken as that if ranks differ, and as a batch if they do not."""
     rank, eager = dist.get_rank(), Net()
     parallel = autoshard.parallelize(Net(), "dp=4", example_inputs=batch())
     close(parallel(batch())["loss"].detach(), eager(batch())["loss"].detach(), "a global batch")
     part = parallel(batch()[2 * rank : 2 * rank + 2])["loss"].detach()
     close(part, eager(batch())["loss"].detach(), "a part of it")
-    refused(lambda: parallel(batch()[:2]), "all ranks give the same batch of shape [2, 8]")
+    for rows in (2, 1, 6):
+        small = parallel(batch()[:rows])["loss"].detach()
+        close(small, eager(batch()[:rows])["loss"].detach(), f"a global batch of {rows}")
 
 
 def a_batch_of_each_rank(mesh: str) -> None:
@@ -228,7 +262,14 @@ def a_batch_of_each_rank(mesh: str) -> None:
         loss.backward()
     close(loss.detach(), wanted.detach(), f"loss with local_batch on {mesh}")
     same_gradients(parallel, eager, f"local_batch on {mesh}")
-    refused(lambda: parallel.train_step(batch(rank, 5)), "every rank gives 8 rows")
+    if "pp" in mesh:
+        refused(lambda: parallel.train_step(batch(rank, 5)), "input")
+        return
+    rows = [5, 5, 2, 3]
+    wanted = eager(torch.cat([batch(k, n) for k, n in enumerate(rows)]))["loss"].detach()
+    found = parallel(batch(rank, rows[rank]))
+    close(found["loss"].detach(), wanted, f"rows of each rank on {mesh}")
+    assert (found["logits"] + 0).shape[0] == rows[rank]
 
 
 def main() -> None:
@@ -247,6 +288,7 @@ def main() -> None:
     evaluated_between(sys.argv[1])
     optimizers_made_before()
     frozen_and_not()
+    code_that_asks_for_gradients()
     model = autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())
     assert {timeout_of(g) for g in model._autoshard.axis_groups} == {77.0}
     if dist.get_rank() == 0:

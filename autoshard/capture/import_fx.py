@@ -19,6 +19,7 @@ from autoshard.capture.strided_views import reshaped
 from autoshard.capture.tracing import constant_of, is_tagged_backward, mark_of
 from autoshard.errors import CaptureError
 from autoshard.ir import DTYPES, Arg, Dtype, Graph, Node, Origin, Port, Ref, Result, TensorType
+from autoshard.ir.views import RESHAPES
 
 #: ops that give back their first argument, unchanged and with the same type; how a tensor lies in memory
 #: is no part of our graphs, so copies are such ops
@@ -32,7 +33,6 @@ FORWARDED = frozenset(
     )
 )
 #: views that need certain strides: in our graphs a reshape, which needs none
-RESHAPES = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
 #: checks without a result
 DROPPED = frozenset(("aten._assert_tensor_metadata.default", "aten._assert_async.msg"))
 #: arguments that say where and how a tensor lies, not what it holds

@@ -83,7 +83,8 @@ class Function:
             args, kwargs = self._arguments(tensors[split:], known)
             lifter = Lifter(tensors[-1], like_queries=self.like_queries)
             watched = nullcontext() if self.watch is None else self.watch.running()
-            with lifting(lifter, self.recorder.at), watched:
+            asked_grad = None if self.watch is None else self.watch.note_grad_mode
+            with lifting(lifter, self.recorder.at, asked_grad), watched:
                 if self.repeats is not None:
                     self.repeats.begin(lifter)
                 output = call_model(self.model, args, kwargs)

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
+from autoshard.ir.collectives import TransferKind, transfer_between
 from autoshard.ir.local_bytes import held_numel
 from autoshard.ir.placement import Layout, Placement, R, Replicate, Shard, layout_ok
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
-StepKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
 
 #: a local slice is a copy that the next op reads anyway; a nanosecond keeps shorter paths preferred
 SLICE_SECONDS = 1e-9
@@ -31,7 +31,7 @@ SLICE_SECONDS = 1e-9
 class AxisChange:
     """One change of one axis."""
 
-    kind: StepKind
+    kind: TransferKind
     axis: int
     source: Placement
     target: Placement
@@ -70,23 +70,10 @@ def step_between(
         return None
     if isinstance(q, Shard) and not _alone(target, axis):
         return None
-    kind = _kind(p, q)
+    kind = transfer_between(p, q)
     if kind == "all_to_all" and not all(_even(shape, layout, axis, sizes) for layout in (source, target)):
         return None
     return None if kind is None else AxisChange(kind, axis, p, q)
-
-
-def _kind(p: Placement, q: Placement) -> StepKind | None:
-    """The collective that leads from one placement of an axis to another; all-to-alls want even parts."""
-    if isinstance(p, Shard):
-        if isinstance(q, Shard):
-            return "all_to_all" if p.dim != q.dim else None
-        return "all_gather" if isinstance(q, Replicate) else None
-    if isinstance(p, Replicate):
-        return "slice" if isinstance(q, Shard) else None
-    if isinstance(q, Shard):
-        return "reduce_scatter" if p.reduce == "sum" else None
-    return "all_reduce" if isinstance(q, Replicate) else None
 
 
 def _even(shape: Sequence[int], layout: Layout, axis: int, sizes: Sequence[int]) -> bool:
@@ -131,7 +118,7 @@ class Share:
     all_reduce: float = 1.0
     other: float = 1.0
 
-    def of(self, kind: StepKind) -> float:
+    def of(self, kind: TransferKind) -> float:
         return self.all_reduce if kind == "all_reduce" else self.other
 
 
@@ -226,14 +213,14 @@ class ReshardCost:
                 if len(group) > 1:
                     # whoever splits nothing on this axis holds the whole
                     whole = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
-                    prices: dict[StepKind, tuple[float, float]] = {}
+                    prices: dict[TransferKind, tuple[float, float]] = {}
                     ends = [
                         (i, p, _is_copied(p), _even(type_.shape, nodes[i], axis, self.sizes))
                         for i, p in ((i, nodes[i][axis]) for i in group)
                     ]
                     for i, p, copied_from, even_from in ends:
                         for j, q, copied_to, even_to in ends:
-                            kind = _kind(p, q)
+                            kind = transfer_between(p, q)
                             if kind is None or (kind == "all_to_all" and not (even_from and even_to)):
                                 continue
                             if kind not in prices:
@@ -244,7 +231,9 @@ class ReshardCost:
                             cost[i, j] = time + copy if copied_to else time
         return cost
 
-    def _price(self, kind: StepKind, axis: int, whole: float, source: Placement, target: Placement) -> float:
+    def _price(
+        self, kind: TransferKind, axis: int, whole: float, source: Placement, target: Placement
+    ) -> float:
         """Seconds of a step; whole: bytes on a rank if the axis splits nothing."""
         time, copy = self._prices(kind, axis, whole)
         for layout in (source, target):
@@ -252,7 +241,7 @@ class ReshardCost:
                 time += copy
         return time
 
-    def _prices(self, kind: StepKind, axis: int, whole: float, share: float = 1.0) -> tuple[float, float]:
+    def _prices(self, kind: TransferKind, axis: int, whole: float, share: float = 1.0) -> tuple[float, float]:
         """(seconds of the message of a step, of each copy that its ends need)."""
         if kind == "slice":
             return SLICE_SECONDS, 0.0

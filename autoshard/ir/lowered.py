@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -123,6 +123,17 @@ class Lowered:
             for value in item.outs:
                 makes[value] = None
         return PartBoundary(tuple(uses), tuple(makes))
+
+
+def with_main(lowered: Lowered, made: Callable[[Instruction], Sequence[Instruction]]) -> Lowered:
+    """The program with other instructions in the place of each of main, none to leave it out."""
+    main: list[Instruction] = []
+    starts = [0]
+    for item in lowered.main:
+        main += made(item)
+        starts.append(len(main))
+    parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
+    return replace(lowered, main=tuple(main), parts=parts)
 
 
 def with_parts(lowered: Lowered, pieces: Iterable[tuple[StagePart, Sequence[Instruction]]]) -> Lowered:

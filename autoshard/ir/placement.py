@@ -43,8 +43,8 @@ class Shard:
         return self.dim + 31 * self.outer + 8191 * self.inner
 
     def __str__(self) -> str:
-        extra = f",outer={self.outer}" if self.outer > 1 else ""
-        extra += f",inner={self.inner}" if self.inner > 1 else ""
+        extra = f",outer={self.outer}" if self.outer != 1 else ""
+        extra += f",inner={self.inner}" if self.inner != 1 else ""
         return f"S({self.dim}{extra})"
 
 

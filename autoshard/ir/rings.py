@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autoshard.ir.comm import GATHER_MM
+from autoshard.ir.collectives import ALL_GATHER_MM
 from autoshard.ir.graph import Arg, Node, Ref
 from autoshard.ir.types import TensorType
 
@@ -50,7 +50,7 @@ class Ring:
 def ring_of(node: Node) -> Ring | None:
     """What a ring says, None if its text is not that of one."""
     args = node.args
-    gathers = node.op == GATHER_MM
+    gathers = node.op == ALL_GATHER_MM.op
     fits = len(args) == (3 if gathers else 4) and isinstance(args[0], tuple)
     if not fits or not all(isinstance(a, Ref) for a in args[0]):
         return None

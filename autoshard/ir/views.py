@@ -5,31 +5,23 @@ from __future__ import annotations
 from autoshard.ir.graph import refs_of
 from autoshard.ir.lowered import LoweredSegment
 
-#: ops that only look at their input in another way
-VIEWS = frozenset(
+#: the elements in the same order under another shape
+RESHAPES = frozenset(("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"))
+#: dims in another order
+TRANSPOSES = frozenset(("aten.t.default", "aten.transpose.int", "aten.permute.default"))
+#: dims of size 1 that come, go or are repeated
+UNIT_DIMS = frozenset(
     f"aten.{name}"
-    for name in (
-        "view.default",
-        "reshape.default",
-        "_unsafe_view.default",
-        "permute.default",
-        "transpose.int",
-        "t.default",
-        "expand.default",
-        "unsqueeze.default",
-        "squeeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-        "slice.Tensor",
-        "select.int",
-        "split.Tensor",
-        "split_with_sizes.default",
-        "unbind.int",
-        "alias.default",
-        "detach.default",
-    )
+    for name in ("expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
 )
-_RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+#: the tensor itself
+ALIASES = frozenset(("aten.alias.default", "aten.detach.default"))
+_PARTS = frozenset(
+    f"aten.{name}"
+    for name in ("slice.Tensor", "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int")
+)
+#: ops that only look at their input in another way
+VIEWS = RESHAPES | TRANSPOSES | UNIT_DIMS | ALIASES | _PARTS
 
 
 def view_roots(segment: LoweredSegment) -> dict[str, str]:
@@ -43,6 +35,6 @@ def view_roots(segment: LoweredSegment) -> dict[str, str]:
                 continue
             root = roots.get(source, source)
             expanded = types[source].numel > types[root].numel
-            if not (expanded and node.op in _RESHAPES):
+            if not (expanded and node.op in RESHAPES):
                 roots |= dict.fromkeys(node.outs, root)
     return roots

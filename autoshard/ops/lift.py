@@ -228,11 +228,25 @@ def _same_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.expand(*lead, *t.shape[2:]) for t in tensors)
 
 
-class LiftMode(TorchFunctionMode):
-    """Replaces functions and tells ``at`` the frame that calls each of them."""
+#: attributes of tensors that depend on whether gradients are recorded
+_GRAD_GETTERS = (torch.Tensor.requires_grad, torch.Tensor.is_leaf, torch.Tensor.grad_fn)
 
-    def __init__(self, lifter: Lifter, at: Callable[[FrameType | None], None]) -> None:
+
+class LiftMode(TorchFunctionMode):
+    """Replaces functions and tells ``at`` the frame that calls each of them.
+
+    asked_grad: called where the model's code reads an attribute that depends on whether gradients are
+    recorded.
+    """
+
+    def __init__(
+        self,
+        lifter: Lifter,
+        at: Callable[[FrameType | None], None],
+        asked_grad: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._asked_grad = asked_grad
         self._table = lifter.table()
         self._at = at
         self._around = torch.is_autocast_enabled("cuda")
@@ -240,7 +254,10 @@ class LiftMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._at(_frame())
+        frame = _frame()
+        self._at(frame)
+        if self._asked_grad is not None and _asks_for_gradients(func, frame):
+            self._asked_grad()
         if torch.is_autocast_enabled("cuda") and not self._around:
             raise CaptureError(
                 "the model's code enters torch.autocast for cuda",
@@ -253,14 +270,22 @@ class LiftMode(TorchFunctionMode):
         return self._table.get(func, func)(*args, **kwargs)
 
 
+def _asks_for_gradients(func: Any, frame: FrameType) -> bool:
+    """Whether code that is not torch's reads an attribute that depends on gradients being recorded."""
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return getattr(func, "__self__", None) in _GRAD_GETTERS and package not in ("torch", "autoshard")
+
+
 def _frame() -> FrameType:
     """The frame that called the function that asks."""
     return sys._getframe(2)
 
 
 @contextmanager
-def lifting(lifter: Lifter, at: Callable[[FrameType | None], None]) -> Iterator[None]:
-    """Replace the functions of ``lifter.table()`` for all code that runs inside."""
+def lifting(
+    lifter: Lifter, at: Callable[[FrameType | None], None], asked_grad: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Replace the functions of ``lifter.table()`` for code that runs inside. asked_grad: see `LiftMode`."""
     names: dict[str, Function] = {name: getattr(F, name) for name in _NAMES}
     table = lifter.table()
 
@@ -275,7 +300,7 @@ def lifting(lifter: Lifter, at: Callable[[FrameType | None], None]) -> Iterator[
     for name, fn in names.items():
         setattr(F, name, entry(table[fn]))
     try:
-        with LiftMode(lifter, at):
+        with LiftMode(lifter, at, asked_grad):
             yield
     finally:
         for name, fn in names.items():

@@ -14,7 +14,7 @@ from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.model import CostModel
 from autoshard.cost.on_mesh import model_of
 from autoshard.cost.stage_machines import bounding_machine
-from autoshard.ir.comm import BUCKET_BYTES
+from autoshard.ir.collectives import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.offload import Offload
 from autoshard.options import PassOptions

@@ -8,7 +8,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import link_of
 from autoshard.ir import Node, refs_of
-from autoshard.ir.comm import is_ring
+from autoshard.ir.collectives import is_ring
 from autoshard.ir.lowered import PlacedValue
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture import capture
-from autoshard.capture.traced_function import Differentiate
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.recipe import hosted, recipe_named
 from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError
 from autoshard.ir.offload import NO_OFFLOAD, Offload
-from autoshard.options import PlanOptions
+from autoshard.ir.placement import Layout, parse_placement
+from autoshard.options import Differentiate, PlanOptions
 from autoshard.passes.pipeline import check_slices
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.candidates import candidate_meshes, check_pipeline, given_mesh
@@ -87,6 +87,10 @@ class Planned:
     peak: Peak | None = field(default=None, repr=False)
 
 
+def _layout(text: str) -> Layout:
+    return tuple(map(parse_placement, text.split()))
+
+
 @dataclass(frozen=True)
 class PlanningRequest:
     """What a model is to be planned for.
@@ -124,6 +128,8 @@ class PlanningRequest:
             recipe=recipe_named(options.optimizer),
             recompute=options.recompute,
             baselines=options.baselines,
+            replicate_small_batch=options.replicate_small_batch,
+            stored=tuple((name, _layout(text)) for name, text in options.stored),
             pins=tuple(map(Pin.parse, options.pins)),
             tactics=_tactics(options.tactics, self.where),
         )

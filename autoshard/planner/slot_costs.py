@@ -17,6 +17,7 @@ from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import StageMachine, boundary_links, bounding_machine, stage_machines
 from autoshard.ir import Call, Folded
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.placement import R
 from autoshard.ir.statements import Statement, Statements
 from autoshard.passes.pipeline import LoweringOptions, place
@@ -158,7 +159,7 @@ class _Pricing:
         tables = {name: s.placed() for name, s in self.whole.lowered.segments.items()}
         for place_, statement in enumerate(self.whole.all):
             slot = self.homes.at[place_]
-            message = statement.node.op.startswith("comm.")
+            message = is_collective(statement.node)
             if slot is None or (message and place_ in self.homes.weight):
                 continue  # collectives of parameters run beside the pipeline
             item = self.whole.lowered.main[statement.item]

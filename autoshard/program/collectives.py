@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.ir import Node
-from autoshard.ir.comm import axes_of, is_message
+from autoshard.ir.collectives import COLLECTIVES, axes_of, is_message
 from autoshard.program.program import Program
 
 
@@ -68,7 +68,5 @@ def collectives_of(program: Program) -> dict[Place, Collective]:
 def _made(
     number: int, segment: str, node: Node, fqn: str, source: str, gradients: tuple[str, ...] = ()
 ) -> Collective:
-    op = node.op.split(".")[1]
-    return Collective(
-        f"c{number:03}", segment, op, "+".join(axes_of(node)), node.name, fqn, source, gradients
-    )
+    op, axes = COLLECTIVES[node.op].name, "+".join(axes_of(node))
+    return Collective(f"c{number:03}", segment, op, axes, node.name, fqn, source, gradients)

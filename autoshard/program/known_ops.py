@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard.ir.comm import GATHER_MM, GATHER_Q, GATHER_WIRE, MM_SCATTER, SCATTER_Q
+from autoshard.ir.collectives import COLLECTIVES
 from autoshard.ir.offload import HOST_OPS
 from autoshard.rules.registry import RULES
 
@@ -27,23 +27,6 @@ _LOWERED = (
     "autoshard.rms_norm_backward.default",
     "autoshard.rms_norm_quantise.default",
     "autoshard.scatter_add_part.default",
-)
-#: with fewer bits than the values have
-QUANTISED = (GATHER_Q, SCATTER_Q, GATHER_WIRE)
-COLLECTIVES = (
-    "comm.all_gather.default",
-    "comm.all_reduce.default",
-    "comm.reduce_scatter.default",
-    "comm.all_to_all.default",
-    "comm.slice.default",
-    "comm.all_gather_bucket.default",
-    "comm.reduce_scatter_bucket.default",
-    "comm.all_reduce_bucket.default",
-    *QUANTISED,
-    "comm.expert_mm.default",
-    "comm.expert_outer.default",
-    GATHER_MM,
-    MM_SCATTER,
 )
 
 

@@ -8,14 +8,20 @@ from functools import cached_property
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.comm import GATHER_MM, MM_SCATTER, axes_of, collective_kind, is_ring
+from autoshard.ir.collectives import (
+    ALL_GATHER_MM,
+    MM_REDUCE_SCATTER,
+    axes_of,
+    is_collective,
+    is_ring,
+    transfer_of,
+)
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.ir.placement import Layout, Partial, Placement, R
 from autoshard.program.text import op_text
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Place, ProgramIndex
 from autoshard.search.plan.plan import Why
-from autoshard.simulate.op_work import EXCHANGES
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ class Chains:
         name = self.mesh.names[axis]
         ins = [Place(producer.call, ref) for ref in refs_of(producer.node)]
         why = self.note(producer)[2]
-        if producer.node.op == MM_SCATTER and axes_of(producer.node) == (name,):
+        if producer.node.op == MM_REDUCE_SCATTER.op and axes_of(producer.node) == (name,):
             begin = f"{op_text(producer.node.op)} reduces it over {name} and leaves a shard on every rank"
             return self._begins(producer, value, begin)
         if _moves(producer.node, value) and ins:
@@ -248,7 +254,7 @@ class Chains:
             assert isinstance(item, Call)
             graph = self.lowered.segments[item.segment].graph
             for node in graph.nodes:
-                if value in refs_of(node) and not node.op.startswith("comm."):
+                if value in refs_of(node) and not is_collective(node):
                     return _Made(node, call, self.lowered.segments[item.segment])
             if value not in graph.outputs:
                 return None
@@ -276,5 +282,5 @@ def _moves(node: Node, value: str) -> bool:
     """Whether a node only changes where a value lies (products that exchange rows do more, and so does a
     ring, but for what it gathers)."""
     if is_ring(node):
-        return node.op == GATHER_MM and value == node.outs[0]
-    return node.op.startswith("comm.") and collective_kind(node) not in EXCHANGES
+        return node.op == ALL_GATHER_MM.op and value == node.outs[0]
+    return transfer_of(node) is not None

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.ir import Node, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, is_message
+from autoshard.ir.collectives import axes_of, is_collective, is_message, kind_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
+from autoshard.passes.segment_parts import derived_values
 from autoshard.program.program import NodeNote, Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.decided import Decisions
@@ -75,7 +76,8 @@ def segments_of(program: Program, pricer: Pricer, decisions: Decisions) -> Itera
                 entry.stages.add(part.stage)
                 if item.label:
                     entry.layers[item.label] = None
-    weights, sources = _weights(program), _sources(program)
+    stored = [p.name for p in program.signature.ports if p.kind in ("param", "buffer", "const")]
+    weights, sources = derived_values(program.lowered, stored, is_collective), _sources(program)
     for name, segment in lowered.segments.items():
         entry = called.get(name, _Called())
         values = segment.placed()
@@ -134,26 +136,6 @@ def _sources(program: Program) -> dict[tuple[str, str], list[list[str]]]:
     return {place: list(sources.values()) for place, sources in sources_of.items()}
 
 
-def _weights(program: Program) -> dict[str, set[str]]:
-    """Segment -> its inputs that are parameters or buffers, or copies of them that collectives made."""
-    lowered = program.lowered
-    stored = {p.name for p in program.signature.ports if p.kind in ("param", "buffer", "const")}
-    weights: dict[str, set[str]] = {}
-    for item in lowered.main:
-        if isinstance(item, Node):
-            if item.op.startswith("comm.") and stored >= set(refs_of(item)):
-                stored |= set(item.outs)
-            continue
-        graph = lowered.segments[item.segment].graph
-        local = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in stored}
-        weights.setdefault(item.segment, set()).update(local)
-        for node in graph.nodes:
-            if node.op.startswith("comm.") and local >= set(refs_of(node)):
-                local |= set(node.outs)
-        stored |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in local}
-    return weights
-
-
 def _node(
     node: Node,
     note: NodeNote,
@@ -180,8 +162,8 @@ def _node(
     }
     if node.op in VIEWS:
         row["view"] = True
-    if node.op.startswith("comm."):
-        row["kind"] = collective_kind(node) or "slice"
+    if is_collective(node):
+        row["kind"] = kind_of(node)
         row["axis"] = "+".join(axes_of(node))
         row["message"] = is_message(node)
         row["before"] = layout_text(values[refs[0]].layout, names) if refs else ""

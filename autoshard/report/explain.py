@@ -10,7 +10,7 @@ import msgspec
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Call, Node, Port, refs_of
-from autoshard.ir.comm import GATHER_MM, axes_of, collective_kind, is_message, is_ring
+from autoshard.ir.collectives import ALL_GATHER_MM, axes_of, is_collective, is_message, is_ring, kind_of
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text, op_text
@@ -116,7 +116,7 @@ class _Explainer:
     def _port(self, subject: LookupSubject, port: Port) -> Explanation:
         equivalent = [self.index.name_of(p) for p in self._class_of(port)]
         uses = list(self._uses(port))
-        first = next((place for place, node in uses if not node.op.startswith("comm.")), None)
+        first = next((place for place, node in uses if not is_collective(node)), None)
         source = self._source(first) if first is not None else ""
         place = Place(None, port.name)
         return Explanation(
@@ -128,7 +128,7 @@ class _Explainer:
             0,
             None,
             self.chains.of(place) if subject.kind == "input" else (),
-            tuple(self._choice(p, n) for p, n in uses if not n.op.startswith("comm."))[:_MOST_OPS],
+            tuple(self._choice(p, n) for p, n in uses if not is_collective(n))[:_MOST_OPS],
             tuple(self._moves_of(port, uses)),
         )
 
@@ -143,7 +143,7 @@ class _Explainer:
             if isinstance(item, Node):
                 if result_of(item) and values & set(refs_of(item)):
                     yield Place(None, result_of(item)), item
-                    if item.op.startswith("comm."):
+                    if is_collective(item):
                         values |= _moved(item, values)
                 continue
             if item.segment in seen or not values & set(item.args):
@@ -154,7 +154,7 @@ class _Explainer:
             for node in graph.nodes:
                 if result_of(node) and inside & set(refs_of(node)):
                     yield Place(number, result_of(node)), node
-                    if node.op.startswith("comm."):
+                    if is_collective(node):
                         inside |= _moved(node, inside)
             values |= {o for o, i in zip(item.outs, graph.outputs, strict=True) if i in inside}
 
@@ -167,7 +167,7 @@ class _Explainer:
         current = None if grad is None else Place(None, grad.value)
         while current is not None:
             producer = self.chains.maker(current)
-            if producer is None or not producer.node.op.startswith("comm."):
+            if producer is None or not is_collective(producer.node):
                 return
             place = Place(producer.call, result_of(producer.node))
             if is_message(producer.node):
@@ -199,7 +199,7 @@ class _Explainer:
             0,
             self._choice(place, producer.node),
             self.chains.of(place),
-            tuple(self._choice(p, n) for p, n in uses if not n.op.startswith("comm."))[:_MOST_OPS],
+            tuple(self._choice(p, n) for p, n in uses if not is_collective(n))[:_MOST_OPS],
             tuple(self._move(p, n) for p, n in uses if is_message(n)),
         )
 
@@ -216,7 +216,7 @@ class _Explainer:
         label = next((x for x in layers if subject.name == x or subject.name.startswith(f"{x}.")), "")
         equivalent = tuple(x + subject.name[len(label) :] for x in layers) if label else (subject.name,)
         ranked = sorted(
-            (self._choice(p, n) for p, n in nodes if not n.op.startswith("comm.")), key=lambda c: -c.margin
+            (self._choice(p, n) for p, n in nodes if not is_collective(n)), key=lambda c: -c.margin
         )
         compute, comm = self._spent(subject.name)
         return Explanation(
@@ -238,7 +238,7 @@ class _Explainer:
         """The last value of a module that something outside it uses, before any collective."""
         last = nodes[-1][0]
         for place, node in nodes:
-            if node.op.startswith("comm."):
+            if is_collective(node):
                 continue
             users = list(self._users(place))
             outside = [p for p, _ in users if not self._within(p, module)]
@@ -359,13 +359,11 @@ class _Explainer:
         cost = self.prices.node(node, values)
         before = self.chains.layout(Place(place.call, next(refs_of(node))))
         module, source, _ = self.chains.note(producer)
-        user = next(
-            (f"{op_text(n.op)} {n.name}" for p, n in self._users(place) if not n.op.startswith("comm.")), ""
-        )
+        user = next((f"{op_text(n.op)} {n.name}" for p, n in self._users(place) if not is_collective(n)), "")
         many = f" and {len(node.outs) - 1} more" if len(node.outs) > 1 else ""
         return CollectiveRow(
             place.value + many,
-            str(collective_kind(node)),
+            kind_of(node),
             "+".join(axes_of(node)),
             layout_text(before, self.names),
             layout_text(self.chains.layout(place), self.names),
@@ -381,7 +379,7 @@ def _moved(node: Node, values: set[str]) -> set[str]:
     """Of the results of a collective, those that are copies of some values."""
     ins = list(refs_of(node))
     if is_ring(node):  # but for what is gathered, its results are products
-        return {node.outs[0]} if node.op == GATHER_MM and ins[0] in values else set()
+        return {node.outs[0]} if node.op == ALL_GATHER_MM.op and ins[0] in values else set()
     if len(ins) != len(node.outs):
         return set(node.outs)
     return {out for out, ref in zip(node.outs, ins, strict=True) if ref in values}

@@ -11,7 +11,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, Call, Graph, LocalOffset, LocalSize, Node, Port, TensorType, refs_of
 from autoshard.ir.boundaries import ends_of, part_name
-from autoshard.ir.comm import is_message
+from autoshard.ir.collectives import is_message
 from autoshard.ir.lowered import LoweredSegment, PlacedValue
 from autoshard.ir.placement import Layout, local_shape
 from autoshard.ir.units import bytes_text, seconds_text

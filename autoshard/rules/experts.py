@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
+from autoshard.ir.collectives import EXPERT_MM, EXPERT_OUTER
 from autoshard.ir.placement import Layout, Shard
 from autoshard.rules.core import Builder, Dim, Factored, RuleFn, einsum, opaque
 from autoshard.rules.local import LocalCall
@@ -58,7 +59,7 @@ def _local_mm(call: LocalCall) -> Node:
     if axis is not None:
         x, expert, weight, transposed = call.node.args
         moved = ((x, expert, weight), axis, transposed, call.ins[2].shape[0])
-        return replace(call.node, op="comm.expert_mm.default", args=moved)
+        return replace(call.node, op=EXPERT_MM.op, args=moved)
     if not call.in_split(2, 0):
         return call.node
     args = (*call.node.args, call.in_offset(2, 0))
@@ -88,7 +89,7 @@ def _local_outer(call: LocalCall) -> Node:
     axis = _exchange_axis(call, call.in_layouts[0], call.out_layouts[0])
     if axis is not None:
         moved = ((x, grad, expert), axis, transposed, count)
-        return replace(call.node, op="comm.expert_outer.default", args=moved)
+        return replace(call.node, op=EXPERT_OUTER.op, args=moved)
     experts = call.out_shape(0)[0]
     if experts == count:
         return call.node

@@ -13,15 +13,12 @@ rows, one after the other, and it is split on the axes on which rows are. All sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from autoshard.ir import Dtype, Node, Ref, TensorType
-from autoshard.ir.comm import GATHER_WIRE
+from autoshard.ir import TensorType
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Partial, R, Shard
-from autoshard.ir.quantized import packed_bytes
+from autoshard.ir.quantized import WIRE_BITS, packed_bytes
 from autoshard.rules.local import MeshShape, symbolic_shape
 
 #: norm -> the same with its rows as a wire
@@ -33,36 +30,8 @@ WIRED = {
 }
 #: such a norm -> (which of its outputs the wire is, which argument says how many elements share a scale)
 NORMS = {made: (1, 5) if norm.startswith("autoshard.add_") else (0, 4) for norm, made in WIRED.items()}
-BITS = 8
 #: types whose values may travel with fewer bits
 FLOATS = ("f32", "bf16", "f16")
-
-
-@dataclass(frozen=True)
-class WireGather:
-    """A gather as its text says it; see the top of this file."""
-
-    wire: str
-    axis: str
-    where: tuple[Any, ...]
-    group: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def wire_gather(node: Node) -> WireGather | None:
-    """What a gather of wires says, None if its text is not that of one."""
-    args = node.args
-    if node.op != GATHER_WIRE or len(args) != 6 or node.kwargs or len(node.outs) != 1:
-        return None
-    wire, axis, where, group, shape, dtype = args
-    if not isinstance(wire, Ref) or not isinstance(axis, str):
-        return None
-    if not isinstance(where, tuple) or len(where) != 4 or not isinstance(dtype, Dtype):
-        return None
-    if type(group) is not int or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
-        return None
-    return WireGather(wire.name, axis, where, group, shape, dtype.name)
 
 
 def rows_of_rank(rows: PlacedValue, mesh: MeshShape) -> tuple[int, ...] | None:
@@ -81,5 +50,5 @@ def wire_of(rows: PlacedValue, group: int, mesh: MeshShape) -> PlacedValue | Non
         return None
     split = [isinstance(p, Shard) for p in rows.layout]
     ways = prod(size for size, s in zip(mesh.sizes, split, strict=True) if s)
-    nbytes = packed_bytes((prod(shape),), (BITS,), group, 0)
+    nbytes = packed_bytes((prod(shape),), (WIRE_BITS,), group, 0)
     return PlacedValue(TensorType((ways * nbytes,), "u8"), tuple(Shard(0) if s else R for s in split))

@@ -27,6 +27,26 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(positions, self.spec)
         self.like = self._named(args, kwargs)
 
+    def matched(self, args: tuple[Any, ...], kwargs: Kwargs) -> list[Any] | None:
+        """The leaves of a call; None if they are not those the program was compiled for."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.spec:
+            try:
+                leaves = self._matched(self._named(args, kwargs))
+            except UsageError:
+                return None
+        for k, ((kind, wanted), leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if kind == "static" and repr(leaf) != wanted:
+                return None
+            if kind == "tensor" and type(leaf) in (int, float):
+                leaves[k] = torch.tensor(leaf)  # a number that differs from call to call
+        return leaves
+
+    def unflattened(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Kwargs]:
+        """(positional, keyword) arguments, from their leaves."""
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
+        return args, kwargs
+
     def flattened(self, args: tuple[Any, ...], kwargs: Kwargs) -> list[Any]:
         """The leaves of a call. Raises UsageError if they are not those the program was compiled for."""
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from autoshard.ir import Node
-from autoshard.ir.comm import axes_of, goes_in_turn, is_message
+from autoshard.ir.collectives import COLLECTIVES, axes_of, goes_in_turn, is_message
+from autoshard.ir.quantized import WIRE_BITS
 from autoshard.kernels.vocab_ce import merge_stats
-from autoshard.rules.quantized_gather import BITS
 from autoshard.runtime import exchange, rings
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
@@ -28,22 +28,6 @@ from autoshard.runtime.transport import symmetric
 from autoshard.runtime.transport.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack, sums, unpack
 from autoshard.runtime.transport.transport import Transport
-
-#: collectives whose results are pending
-ISSUED = frozenset(
-    (
-        "all_reduce",
-        "all_gather",
-        "reduce_scatter",
-        "all_to_all",
-        "all_gather_bucket",
-        "reduce_scatter_bucket",
-        "all_reduce_bucket",
-        "all_gather_q_bucket",
-        "reduce_scatter_q_bucket",
-        "all_gather_wire",
-    )
-)
 
 
 class GroupCollectives:
@@ -66,12 +50,13 @@ class GroupCollectives:
     def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
         """The function that runs a ``comm`` node of a segment, "" for one of a part; an `Issue` for one whose
         results are pending."""
-        kind = node.op.split(".")[1]
-        fn: Callable[..., Any] = getattr(self, kind)
+        spec = COLLECTIVES[node.op]
+        fn: Callable[..., Any] = getattr(self, spec.name)
         bound = partial(fn, view)
         if not is_message(node):
             return bound
-        name, watch = str(self.names.get((segment, node.name), f"{kind} that makes {node.name}")), self.watch
+        name = str(self.names.get((segment, node.name), f"{spec.name} that makes {node.name}"))
+        watch = self.watch
         if watch is not None:
 
             def watched(*args: Any, **kwargs: Any) -> Any:
@@ -80,9 +65,9 @@ class GroupCollectives:
                     return made.arrive() if isinstance(made, PendingCollective) else made
 
             return watched
-        if kind in ISSUED:
+        if spec.pending:
             start = self._in_turn(bound, "+".join(axes_of(node))) if goes_in_turn(node) else bound
-            return Issue(start, len(node.outs) if kind.endswith("_bucket") else None, name)
+            return Issue(start, len(node.outs) if spec.bucket else None, name)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             with collective(name, None):
@@ -340,7 +325,7 @@ class GroupCollectives:
         """A gather of one tensor whose rank's part, of this shape, is quantised already: see
         `autoshard.rules.quantized_gather`."""
         ways, (dim, outer, _, _) = view.size_of(axis), where
-        how = Packing.of([prod(shape)], (BITS,), group, dtype)
+        how = Packing.of([prod(shape)], (WIRE_BITS,), group, dtype)
 
         def join(got: torch.Tensor) -> torch.Tensor:
             (rows,) = unpack(got.view(ways, how.nbytes), how)

@@ -6,8 +6,7 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,27 +15,31 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from autoshard.capture.module_snapshot import ModuleSnapshot
 from autoshard.capture.origins import hook_line
-from autoshard.capture.python_state.captured_state import stored_state
+from autoshard.capture.python_state.captured_state import CapturedState, stored_state
 from autoshard.errors import UsageError
 from autoshard.program.holders import holders_of
-from autoshard.program.program import Program
+from autoshard.program.program import Program, Signature
 from autoshard.runtime.arguments import split_inputs
-from autoshard.runtime.checks.agreement import WeightHashes, check_first_call, check_parts_differ, gives_parts
+from autoshard.runtime.checks.agreement import WeightHashes
 from autoshard.runtime.checks.call_guard import CallGuard, Captured
 from autoshard.runtime.checks.recapture import same_graph_as_stored
+from autoshard.runtime.eager_calls import EagerCalls
+from autoshard.runtime.family import BoundProgram, ProgramFamily, is_opaque
 from autoshard.runtime.groups import place_of
-from autoshard.runtime.local_batch import gathered_batch
 from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks
+from autoshard.runtime.outputs import Rows
+from autoshard.runtime.parallel_class import as_built, parallel_class
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared_params import carry_marks, mark_shared
+from autoshard.runtime.sized_programs import SizedPrograms
 from autoshard.runtime.stepper import Stepper
 from autoshard.torch_adapters.compiled import uncompiled
-from autoshard.torch_adapters.dtypes import torch_dtype
+from autoshard.torch_adapters.dtensor import torch_placements
 from autoshard.torch_adapters.hooks import (
     BACKWARD_TABLES,
     FORWARD_TABLES,
@@ -49,7 +52,15 @@ class _Run(torch.autograd.Function):
     """The program as one autograd node: parameters and inputs in, outputs out."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, module: nn.Module, buffers: Any, count: int, *tensors: Any) -> Any:
+    def forward(
+        ctx: Any,
+        runner: Runner,
+        module: nn.Module,
+        buffers: Any,
+        rows: Rows | None,
+        count: int,
+        *tensors: Any,
+    ) -> Any:
         # without gradients there is no backward that could want other outputs
         wanted = any(ctx.needs_input_grad)
         ctx.retry = Retry.of(runner, module, tensors, count, buffers) if wanted else None
@@ -59,7 +70,7 @@ class _Run(torch.autograd.Function):
         runner.update_buffers(env, buffers)
         if module.training:
             runner.clock.calls += 1
-        outs = runner.outputs(env)
+        outs = runner.outputs(env, rows)
         positions = runner.output_positions
         plain = [o for o, k in zip(outs, positions, strict=True) if k not in runner.with_gradient]
         ctx.mark_non_differentiable(*plain)
@@ -89,20 +100,19 @@ class _Run(torch.autograd.Function):
             env[port.name] = runner.tangent(by_position[int(port.target)], port)
         with runner.waiting():
             found = runner.backward(env)
-        back: list[Any] = [None, None, None, None]
+        back: list[Any] = [None] * 5
         back += [found.get(("grad", p.target)) for p in runner.params]
         for port, given in zip(runner.inputs, ctx.given, strict=True):
             back.append(runner.input_grad(found.get(("input_grad", port.target)), port, given))
         return tuple(back)
 
 
-def _called(runner: Runner, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves = module._checked(runner.arguments.flattened(args, kwargs))
+def _called(runner: Runner, module: ParallelModule, leaves: list[Any], rows: Rows | None) -> Any:
     params, inputs = runner.arguments_of(module, leaves)
     if runner.guard is not None:
         runner.guard.step(module)
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    return runner.returned(_Run.apply(runner, module, buffers, len(params), *params, *inputs))
+    return runner.returned(_Run.apply(runner, module, buffers, rows, len(params), *params, *inputs))
 
 
 @dataclass(frozen=True)
@@ -134,9 +144,7 @@ class Retry:
         """The runner of the other program, and what its forward leaves for backward."""
         module = self.module
         assert isinstance(module, ParallelModule)
-        if module._autoshard is self.runner:
-            module._take_all_outputs(missed)
-        runner = module._autoshard
+        runner = module._autoshard_family.take_all_outputs(module, self.runner, missed).runner
         clock, runner.clock = runner.clock, self.clock
         try:
             env = runner.forward(self.tensors[: self.count], self.tensors[self.count :], self.buffers)
@@ -148,14 +156,13 @@ class Retry:
 class ParallelModule(nn.Module):
     """Mixed into the user's class: forward runs the program, which torch.compile leaves alone."""
 
-    _autoshard: Runner
-    _autoshard_stepper: Stepper
-    _autoshard_guard: CallGuard
-    _autoshard_captured: Captured | None
-    _autoshard_built: WeightHashes | None
-    #: whether the first call gave each rank's part of the batch
-    _autoshard_parts: bool
-    _autoshard_local_batch: bool
+    _autoshard_family: ProgramFamily
+    _autoshard_eager: EagerCalls
+
+    @property
+    def _autoshard(self) -> Runner:
+        """The program that ran last."""
+        return self._autoshard_family.current.runner
 
     @property
     def microbatches(self) -> int:
@@ -183,16 +190,23 @@ class ParallelModule(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        runner = self._autoshard
-        if runner.program.stages is not None:
+        if self.is_pipeline:
             raise UsageError(
                 "the model is a pipeline and is called directly",
                 why="each rank has some of its stages, and a step is many microbatches through all of them",
                 hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step()",
             )
-        self._check_state()
-        with runner.waiting():
-            return _called(runner, self, args, kwargs)
+        # captures record gradients: code that asks for that, called without them, has no program
+        asks = not torch.is_grad_enabled() and self._autoshard_family.current.guard.grad_mode
+        if self._autoshard_eager.running or asks or is_opaque(args, kwargs):
+            if not self._autoshard_eager.running:
+                self._autoshard_eager.say_of(args, kwargs)
+            with self._autoshard_eager.gathered(self):
+                return super().forward(*args, **kwargs)
+        with self._autoshard.waiting():
+            leaves, rows = self._autoshard_family.of_call(self, args, kwargs)
+            self._autoshard_eager.enters_program(rows)
+            return _called(self._autoshard, self, leaves, rows)
 
     @torch.compiler.disable
     def train_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
@@ -204,7 +218,6 @@ class ParallelModule(nn.Module):
         model returns no loss or the batch has another size.
         """
         args, more = ((), {}) if batch is None else split_inputs(batch)
-        self._check_state()
         for hook in module_hooks(self, FORWARD_TABLES + BACKWARD_TABLES):
             raise UsageError(
                 "the model has hooks, and train_step calls no module",
@@ -213,73 +226,22 @@ class ParallelModule(nn.Module):
                 hint="do what the hook does before or after train_step",
             )
         with self._autoshard.waiting():
-            leaves = self._checked(self._autoshard.arguments.flattened(args, {**more, **kwargs}))
-            return self._autoshard_stepper.step(self, leaves)
-
-    def _checked(self, leaves: list[Any]) -> list[Any]:
-        """The arguments of a call as the program takes them; at the first call the ranks are compared."""
-        runner = self._autoshard
-        if self._autoshard_local_batch:
-            leaves = gathered_batch(runner, leaves)
-        if self._autoshard_built is not None:
-            check_first_call(runner, self, self._autoshard_built, leaves)
-            self._autoshard_built, self._autoshard_parts = None, gives_parts(runner, leaves)
-        elif not self._autoshard_parts and gives_parts(runner, leaves):
-            check_parts_differ(runner, leaves)
-        return leaves
-
-    def _check_state(self) -> None:
-        runner = self._autoshard
-        signature = runner.program.signature
-        mode_matters = runner.seed_port is not None or any(r.kind == "buffer" for r in signature.results)
-        if mode_matters and self.training != signature.training:
-            was, now = ("train", "eval") if signature.training else ("eval", "train")
-            raise UsageError(
-                f"the program was compiled in {was} mode and is called in {now} mode",
-                why="the model has dropout or running statistics, which differ between the two",
-                hint=f"compile a second program with the model in {now} mode",
-            )
-        self._autoshard_guard.check()
-
-    def _take_all_outputs(self, missed: list[int]) -> None:
-        """Go on with the program for the gradients of all outputs. missed: those without one so far."""
-        runner, captured = self._autoshard, self._autoshard_captured
-        if captured is None:
-            raise UsageError(
-                f"a loss depends on output {missed[0]} of the model, of which the program takes no gradient",
-                why="it was compiled for the gradient of the loss that the model returns alone",
-                hint='compile it with plan(..., differentiate="all")',
-            )
-        with as_built(self):
-            program = captured.all_outputs(self)
-        made = Runner(program, self, place_of(program, runner.place_mesh), runner.seed, runner.place_mesh)
-        for old, new in zip(runner.params, made.params, strict=True):
-            if runner.layout(old) != made.layout(new):
-                raise UsageError(
-                    f"no program for the gradients of all outputs keeps {old.target} where it is",
-                    hint='parallelize(..., differentiate="all")',
-                )
-        made.clock = runner.clock
-        self._autoshard, self._autoshard_stepper = made, Stepper(made)
+            leaves, _ = self._autoshard_family.of_call(self, args, {**more, **kwargs}, step=True)
+            return self._autoshard_family.current.stepper.step(self, leaves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A second model with the same program: an average of the weights, for instance."""
+        """A second model with the same programs: an average of the weights, for instance."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        runner, stepper = copy.copy(self._autoshard), copy.copy(self._autoshard_stepper)
-        stepper.runner = runner
-        runner.clock = copy.deepcopy(runner.clock)
-        memo[id(self._autoshard)], memo[id(self._autoshard_stepper)] = runner, stepper
-        memo[id(self._autoshard_guard)] = None
-        memo[id(self._autoshard_captured)] = self._autoshard_captured
+        family = self._autoshard_family
+        memo[id(family)] = None
         for key, value in self.__dict__.items():
             made.__dict__[key] = copy.deepcopy(value, memo)
-        state = stored_state(made, runner.program.state.attributes)
-        same_graph = partial(_as_built, same_graph_as_stored(runner.program))
-        made._autoshard_guard = CallGuard(made, state, runner.device.type, same_graph)
+        clock = copy.deepcopy(self._autoshard.clock)
+        copies = {bound: _copied(bound, made, clock) for bound in family.programs}
+        made._autoshard_family = family.copied(copies, partial(_bound, made))
         carry_marks(self, made)
-        if runner.seed_port is not None:
-            runner.clock.follow(made.parameters())
+        clock.follow(made.parameters())
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -320,37 +282,29 @@ def bind(
     _check_module(program, module, mesh)
     # parameters made in inference mode could never be trained
     with torch.inference_mode(False):
-        _bind(program, module, mesh, seed, captured)
-    module._autoshard_local_batch = local_batch  # type: ignore[assignment]
+        _bind(program, module, mesh, seed, captured, local_batch)
     return module
 
 
 def _bind(
-    program: Program, module: nn.Module, mesh: DeviceMesh, seed: int, captured: Captured | None
+    program: Program,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    seed: int,
+    captured: Captured | None,
+    local_batch: bool,
 ) -> None:
     stored = program.state.attributes
     state = captured.state if captured is not None else stored_state(module, stored)
-    for change in state.left:
-        change.read.table[change.read.key] = change.after  # type: ignore[index]  # attributes, in a dict
-    same_graph = captured.same_graph if captured is not None else same_graph_as_stored(program)
-    guard = CallGuard(
-        module, state, mesh.device_type, partial(_as_built, same_graph), stored if captured is None else None
-    )
     runner = Runner(program, module, place_of(program, mesh), seed, mesh)
-    given = dict(module.named_parameters(remove_duplicate=False))
+    eager = EagerCalls(_no_eager_calls(program), lambda: runner.clock.seed(seed, 0))
+    eager.watch(module)
+    if local_batch:
+        eager.batch_axes = tuple(range(mesh.ndim))
+    guard = _guard(module, program, mesh.device_type, captured, state)
     built = WeightHashes.of(dict(module.named_parameters()))
-    made = {p.target: runner.parameter(given[p.target], p) for p in runner.params}
-    known = {p.target for p in program.signature.ports if p.kind == "param"}
-    aliases = dict(program.signature.tied)
-    for name in list(given):
-        owner = module.get_submodule(name.rpartition(".")[0])
-        target = aliases.get(name, name)
-        if target in made:
-            carry_tensor_hooks(given[name], made[target])
-            setattr(owner, name.rpartition(".")[2], made[target])
-        elif target in known:
-            # of another stage: this rank neither holds nor trains nor saves it
-            _leave_shape(owner, owner._parameters, name.rpartition(".")[2])
+    given = dict(module.named_parameters(remove_duplicate=False))
+    made = _place_parameters(module, runner)
     for name, buffer in list(module.named_buffers()):
         owner = module.get_submodule(name.rpartition(".")[0])
         kept = name not in runner.updated or runner.holds_buffer(name)
@@ -359,85 +313,104 @@ def _bind(
         else:
             _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
     module.__dict__.pop("forward", None)  # a replaced one is part of the program, and would run in its place
-    module.__class__ = _parallel_class(type(module))
-    module._autoshard = runner  # type: ignore[assignment]
-    module._autoshard_stepper = Stepper(runner)  # type: ignore[assignment]
-    module._autoshard_guard, module._autoshard_captured = guard, captured  # type: ignore[assignment]
-    module._autoshard_built, module._autoshard_parts = built.cut(module), False  # type: ignore[assignment]
-    aliases = dict(program.signature.tied)
-    follow_parameters(module, {p: made.get(aliases.get(n, n)) for n, p in given.items()})
-    mark_shared(module, runner, module._autoshard_stepper.scales)  # type: ignore[arg-type, union-attr]
+    module.__class__ = parallel_class(type(module), ParallelModule)
+    first = _of(runner, guard, captured)
+    family = ProgramFamily(first, built.cut(module), local_batch, partial(_bound, module))
+    module._autoshard_family, module._autoshard_eager = family, eager  # type: ignore[assignment]
+    follow_parameters(module, {p: made.get(n) for n, p in given.items()})
+    mark_shared(module, runner, first.stepper.scales)
     keep_blocks(module)
-    if runner.seed_port is not None:
-        runner.clock.follow(module.parameters())
+    runner.clock.follow(module.parameters())
     module.register_load_state_dict_pre_hook(_shard_loaded)
 
 
-#: attributes of a parallel model that the user's has not
-_OURS = frozenset(ParallelModule.__annotations__)
-#: in the class of a parallel model: the user's own
-_USERS = "_autoshard_class"
+def _bound(module: nn.Module, like: BoundProgram, program: Program, captured: Captured) -> BoundProgram:
+    """Another program of a parallel module, whose parameters are where they are."""
+    old = like.runner
+    runner = Runner(program, module, place_of(program, old.place_mesh), old.seed, old.place_mesh, old)
+    given = dict(module.named_parameters(remove_duplicate=False))
+    for port in runner.params:
+        parameter = given[port.target]
+        if isinstance(parameter, DTensor) and tuple(parameter.placements) != tuple(
+            torch_placements(runner.layout(port))
+        ):
+            raise UsageError(
+                f"no program for this call keeps {port.target} where it is",
+                why=f"it lies as {tuple(parameter.placements)} on {runner.shape}",
+                hint="parallelize a second model for such calls, or pin the parameter in both",
+            )
+    new = _place_parameters(module, runner)
+    if new:
+        follow_parameters(module, {given[n]: p for n, p in new.items()})
+        keep_blocks(module)
+        runner.clock.follow(new.values())
+    guard = _guard(module, program, runner.device.type, captured, captured.state)
+    return _of(runner, guard, captured)
 
 
-class _SetsOnUsers(type):
-    """Of the classes of parallel models: what is set on one is set on the class that the user wrote.
-
-    ``type(model).gain = 2.0`` means that class, and captures are of models of that class.
-    """
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        if _USERS in vars(cls):
-            setattr(vars(cls)[_USERS], name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __delattr__(cls, name: str) -> None:
-        if _USERS in vars(cls):
-            delattr(vars(cls)[_USERS], name)
-        else:
-            super().__delattr__(name)
+def _of(runner: Runner, guard: CallGuard, captured: Captured | None) -> BoundProgram:
+    sized = None if captured is None else SizedPrograms(runner.program, captured)
+    return BoundProgram(runner, Stepper(runner), guard, captured, sized)
 
 
-def _parallel_class(users: type) -> type:
-    """The class of parallel models of a class."""
-    own = type(users)
-    kind = _SetsOnUsers if own is type else type(own.__name__, (_SetsOnUsers, own), {})
-    made: type = kind(users.__name__, (ParallelModule, users), {"__module__": users.__module__})
-    type.__setattr__(made, _USERS, users)  # not before: the user's code may set something while it is made
-    return made
+def _guard(
+    module: nn.Module, program: Program, device: str, captured: Captured | None, state: CapturedState
+) -> CallGuard:
+    """Of a program's calls. It changes the attributes that forward leaves changed."""
+    for change in state.left:
+        change.read.table[change.read.key] = change.after  # type: ignore[index]  # attributes, in a dict
+    same_graph = captured.same_graph if captured is not None else same_graph_as_stored(program)
+    stored = program.state.attributes if captured is None else None
+    return CallGuard(module, state, device, partial(_as_built, program.signature, same_graph), stored)
 
 
-@contextmanager
-def as_built(module: nn.Module) -> Iterator[nn.Module]:
-    """A parallel module as the user built it, for a capture: of its own class, tensors without data."""
-    assert isinstance(module, ParallelModule)
-    kind, signature = type(module), module._autoshard.program.signature
-    with ModuleSnapshot.of(module):
-        module.__class__ = vars(kind)[_USERS]
-        for name in _OURS & module.__dict__.keys():
-            del module.__dict__[name]
-        made: dict[str, torch.Tensor] = {}
-        for port in signature.ports:
-            if port.kind in ("param", "buffer"):
-                x = torch.empty(port.type.shape, dtype=torch_dtype(port.type.dtype), device="meta")
-                trained = port.target not in signature.frozen and x.is_floating_point()
-                made[port.target] = nn.Parameter(x, requires_grad=trained) if port.kind == "param" else x
-        for name, target in [*((n, n) for n in made), *signature.tied]:
-            path, _, key = name.rpartition(".")
-            owner, x = module.get_submodule(path), made[target]
-            owner.__dict__.pop(key, None)  # the shape of what another stage holds
-            table: dict[str, Any] = owner._parameters if isinstance(x, nn.Parameter) else owner._buffers
-            table[key] = x
-        try:
-            yield module
-        finally:
-            module.__class__ = kind
-
-
-def _as_built(asked: Callable[[nn.Module], bool], module: nn.Module) -> bool:
+def _as_built(signature: Signature, asked: Callable[[nn.Module], bool], module: nn.Module) -> bool:
     """What is asked of a parallel module, asked of it as the user built it."""
-    with as_built(module):
+    with as_built(module, signature):
         return asked(module)
+
+
+def _copied(bound: BoundProgram, module: nn.Module, clock: DropoutClock) -> BoundProgram:
+    """A program, of a copy of its module."""
+    runner, stepper = copy.copy(bound.runner), copy.copy(bound.stepper)
+    stepper.runner, runner.clock = runner, clock
+    program, captured = runner.program, bound.captured
+    state = stored_state(module, program.state.attributes)
+    same_graph = partial(_as_built, program.signature, same_graph_as_stored(program))
+    return BoundProgram(runner, stepper, CallGuard(module, state, runner.device.type, same_graph), captured)
+
+
+def _no_eager_calls(program: Program) -> str:
+    """Why modules of a model cannot be called by themselves, "" where they can."""
+    if program.stages is not None:
+        return "each rank of a pipeline has the parameters of its own stages"
+    if program.offload.parameters:
+        return "the parameters are in host memory"
+    return ""
+
+
+def _place_parameters(module: nn.Module, runner: Runner) -> dict[str, nn.Parameter]:
+    """Put this rank's shards in place of a program's global parameters; all their names -> parameter."""
+    given = dict(module.named_parameters(remove_duplicate=False))
+    made = {
+        p.target: runner.parameter(given[p.target], p)
+        for p in runner.params
+        if not isinstance(given[p.target], DTensor)
+    }
+    known = {p.target for p in runner.program.signature.ports if p.kind == "param"}
+    aliases = dict(runner.program.signature.tied)
+    placed: dict[str, nn.Parameter] = {}
+    for name in list(given):
+        owner, key = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        target = aliases.get(name, name)
+        if target in made:
+            carry_tensor_hooks(given[name], made[target])
+            setattr(owner, key, made[target])
+            placed[name] = made[target]
+        elif target in known and not isinstance(given[name], DTensor):
+            # of another stage: this rank neither holds nor trains nor saves it
+            _leave_shape(owner, owner._parameters, key)
+    return placed
 
 
 def _leave_shape(owner: nn.Module, held: dict[str, Any], name: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from autoshard.ir import CallSite, Graph, Node, Ref, refs_of
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.offload import HOST_OPS
 from autoshard.runtime.pending import Issue
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 
@@ -214,7 +216,7 @@ def function_of(
     device: torch.device,
 ) -> Callable[..., Any]:
     """What runs a node on a rank. collective: makes that of a ``comm`` or ``host`` node."""
-    if node.op.startswith(("comm.", "host.")):
+    if is_collective(node) or node.op in HOST_OPS:
         return collective(node, view)
     op = find_op(node.op)
     if makes_on_device(op):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Port
-from autoshard.ir.placement import Layout, local_shape
+from autoshard.ir.placement import Layout, Shard, local_shape
 from autoshard.program.holders import holders_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
@@ -32,7 +33,10 @@ from autoshard.runtime.host import in_host_memory
 from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.grad_scaler import agreement_of
 from autoshard.runtime.optim.optimizer_hooks import local
+from autoshard.runtime.outputs import Rows, ShardedOutput
+from autoshard.runtime.parallel_class import users_class
 from autoshard.runtime.shard_utils import shard_tensor
+from autoshard.runtime.transport.transport import Transport
 from autoshard.runtime.transport.transport_choice import transport_of
 from autoshard.torch_adapters.blocks import agreeing
 from autoshard.torch_adapters.dtensor import (
@@ -75,11 +79,14 @@ class Runner:
         place: RankPlace,
         seed: int,
         whole_mesh: DeviceMesh | None = None,
+        like: Runner | None = None,
     ) -> None:
+        """like: another program of the same parameters on the same mesh, whose transports, heartbeat and
+        clock are shared."""
         self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
         #: of all ranks, with the pp axis
         self.place_mesh = whole_mesh or place.mesh
-        self.clock = DropoutClock()
+        self.clock: DropoutClock = DropoutClock() if like is None else like.clock
         #: what the loss of a step is multiplied by before backward
         self.loss_scale: torch.Tensor | None = None
         #: the stage whose forward ran last
@@ -88,16 +95,21 @@ class Runner:
         self.coords = self.shape.coords(place.inner_rank)
         self.device = place.device
         groups = {n: self.mesh.get_group(n).group_name for n in self.shape.names}
-        transports = {axis: transport_of(name, self.device) for axis, name in groups.items()}
+        #: by axis of the mesh
+        self.transports: Mapping[str, Transport] = (
+            {axis: transport_of(name, self.device) for axis, name in groups.items()}
+            if like is None
+            else like.transports
+        )
         self.moves = moves_of(program)[place.pipe_rank]
         sent = {m.value for move in self.moves for m in move.sends}
         self.guard = guard_of(self)
-        self.heartbeat = heartbeat_here(place.order)
-        if self.heartbeat is not None:
+        self.heartbeat: Heartbeat | None = heartbeat_here(place.order) if like is None else like.heartbeat
+        if self.heartbeat is not None and like is None:
             weakref.finalize(self, self.heartbeat.close)
         watch = self.guard.watch if self.guard is not None else None
         self.rank_program = RankProgram(
-            program, place.inner_rank, transports, self.device, place.stages, sent, watch
+            program, place.inner_rank, self.transports, self.device, place.stages, sent, watch
         )
         self.constants = {
             p.name: self._shard(program.constants[p.target], p)  # type: ignore[arg-type]
@@ -118,11 +130,11 @@ class Runner:
         self.out_spec = pytree.treespec_loads(program.signature.out_tree)
         self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
         self.kept = self.rank_program.kept_ports()
-        self.arguments = Arguments(type(module).forward, program.signature)
+        self.arguments = Arguments(users_class(module).forward, program.signature)
         self.agree = agreement_of(self)
         #: value -> how it lies, once it was made a DTensor
         self._specs: dict[str, Spec] = {}
-        self._alike: dict[Spec, Spec] = {}
+        self._alike: dict[Spec, Spec] = {} if like is None else like._alike
         self.frozen = frozenset(program.signature.frozen)
         self.differentiable = {r.target for r in program.signature.results if r.kind == "input_grad"}
 
@@ -151,6 +163,63 @@ class Runner:
         shape = port.type.shape
         batched = shape and port.target in self.program.signature.batch_inputs
         return (shape[0] * self.program.microbatches, *shape[1:]) if batched else shape
+
+    def form_of(self, leaves: Sequence[Any], calls: int = 1) -> Literal["global", "part"] | None:
+        """How the arguments of a call are given: of global shape, or some of them as this rank's rows.
+
+        calls: so many microbatches together. None where the program does not take them.
+        """
+        form: Literal["global", "part"] = "global"
+        for port in self.inputs:
+            x, placed = leaves[int(port.target)], self.program.lowered.values[port.name]
+            if not isinstance(x, torch.Tensor) or x.dtype != torch_dtype(placed.type.dtype):
+                return None
+            if x.requires_grad and port.target not in self.differentiable and torch.is_grad_enabled():
+                return None
+            shape = tuple(x.shape)
+            if calls > 1 and port.target in self.program.signature.batch_inputs:
+                shape = (shape[0] // calls, *shape[1:]) if shape and shape[0] % calls == 0 else ()
+            if shape != placed.type.shape:
+                if isinstance(x, DTensor) or shape != self._part_shape(port):
+                    return None
+                form = "part"
+        return form
+
+    def takes_sizes_like(self, leaves: Sequence[Any]) -> bool:
+        """Whether the arguments of a call differ from the program's in sizes alone."""
+        for port in self.inputs:
+            x, type_ = leaves[int(port.target)], port.type
+            if not isinstance(x, torch.Tensor) or x.dtype != torch_dtype(type_.dtype):
+                return False
+            if x.dim() != len(type_.shape) or (x.requires_grad and port.target not in self.differentiable):
+                return False
+        return True
+
+    def _part_shape(self, port: Port) -> tuple[int, ...] | None:
+        """Of each rank's rows; None where not all have the same number."""
+        placed = self.program.lowered.values[port.name]
+        first, last = ([0] * len(self.coords), [n - 1 for n in self.shape.sizes])
+        ends = {
+            tuple(local_shape(placed.type.shape, placed.layout, self.shape.sizes, c)) for c in (first, last)
+        }
+        return ends.pop() if len(ends) == 1 else None
+
+    def batch_rows(self) -> Rows | None:
+        """The rows of the batch that this rank's part of the inputs has; None where it has all."""
+        for port in self.inputs:
+            if port.target in self.program.signature.batch_inputs:
+                axes = tuple(
+                    k for k, p in enumerate(self.layout(port)) if isinstance(p, Shard) and p.dim == 0
+                )
+                shape, part = self._part_shape(port), 0
+                if shape is None:
+                    return None
+                count = shape[0]
+                for axis in axes:
+                    part = part * self.shape.sizes[axis] + self.coords[axis]
+                ways = math.prod(self.shape.sizes[axis] for axis in axes)
+                return Rows(part * count, count, axes, ways) if ways > 1 else None
+        return None
 
     def input_name(self, port: Port) -> str:
         """How a user writes an input."""
@@ -359,15 +428,24 @@ class Runner:
                     hint="call backward before optimizer.step(), and do not reuse input tensors",
                 )
 
-    def outputs(self, env: dict[str, Any]) -> list[Any]:
-        """Outputs as the user sees them: plain scalars, DTensors for everything else."""
+    def outputs(self, env: dict[str, Any], rows: Rows | None = None) -> list[Any]:
+        """Outputs as the user sees them: plain scalars, sharded tensors for everything else.
+
+        rows: of the batch that ranks get back where they call with their own.
+        """
+        batch = {p.type.shape[0] for p in self.inputs if p.target in self.program.signature.batch_inputs}
         found = {}
         for result in self.program.signature.results:
             if result.kind == "output":
                 placed = self.program.lowered.values[result.value]
                 local = env[result.value]
-                scalar = not placed.type.shape
-                found[int(result.target)] = local.clone() if scalar else self.placed(local, result.value)
+                shape = placed.type.shape
+                batched = bool(shape) and shape[0] in batch
+                found[int(result.target)] = (
+                    ShardedOutput.of(self.placed(local, result.value), rows if batched else None)
+                    if shape
+                    else local.clone()
+                )
         return [found[k] for k in sorted(found)]
 
     def placed(self, local: torch.Tensor, name: str) -> DTensor:

@@ -12,7 +12,7 @@ from functools import cached_property
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.stage_machines import StageMachine
 from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, is_message
+from autoshard.ir.collectives import axes_of, exact_transfer, is_message, kind_of
 from autoshard.ir.lowered import LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import R, Shard, is_even
 from autoshard.program.program import Program
@@ -98,7 +98,7 @@ class Estimator(Pricer):
                 else:
                     nodes, values = (item,), lowered.values
                 for node in filter(is_message, nodes):
-                    key = (collective_kind(node), "+".join(axes_of(node)))
+                    key = (kind_of(node), "+".join(axes_of(node)))
                     count, wire = found.get(key, (0, 0.0))
                     found[key] = (count + times, wire + times * self.node(node, values).wire)
         rows = [AxisTraffic(kind, axis, count, wire) for (kind, axis), (count, wire) in found.items()]
@@ -131,7 +131,7 @@ class Estimator(Pricer):
             1
             for segment in lowered.segments.values()
             for node in segment.graph.nodes
-            if collective_kind(node) == "all_gather" and self._makes_whole(node, segment)
+            if exact_transfer(node) == "all_gather" and self._makes_whole(node, segment)
         )
         return Facts(uneven, gathers, 0)
 

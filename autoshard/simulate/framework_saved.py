@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.collectives import is_collective, transfer_of
 from autoshard.ir.lowered import LoweredSegment, Phase, uses_of
 from autoshard.ir.min_cut_recompute import keep_least
 from autoshard.ir.views import VIEWS
@@ -145,7 +146,7 @@ class Keeping:
         inputs = [name for name, _ in segment.graph.inputs]
         free = {name for name, arg in zip(inputs, call.args, strict=True) if arg in ports}
         for node in segment.graph.nodes:
-            if node.op.startswith("comm.") and all(looks.of(r) in free for r in refs_of(node)):
+            if is_collective(node) and all(looks.of(r) in free for r in refs_of(node)):
                 free.update(node.outs)
         return SavedValues(frozenset(read), frozenset(handed), frozenset(free))
 
@@ -206,7 +207,7 @@ def _saved(nodes: Iterable[Node]) -> frozenset[str]:
     found: set[str] = set()
     products = 0
     for node in nodes:
-        if node.op in attention.RULES or node.op.startswith("comm.reduce_scatter"):
+        if node.op in attention.RULES or transfer_of(node) == "reduce_scatter":
             found.update(node.outs)
         elif node.op in PRODUCTS:
             products += 1
@@ -222,7 +223,7 @@ def products_again(segment: LoweredSegment) -> list[Node]:
 
 def _fed(nodes: Iterable[Node], looks: _Looks) -> frozenset[str]:
     """What products and attention take, also through messages."""
-    heavy = [n for n in nodes if n.op in PRODUCTS or n.op.startswith("comm.")]
+    heavy = [n for n in nodes if n.op in PRODUCTS or is_collective(n)]
     return frozenset(looks.of(name) for node in heavy for name in refs_of(node))
 
 

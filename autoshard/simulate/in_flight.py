@@ -6,14 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from autoshard.ir import Node, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, goes_in_turn, is_bucket
+from autoshard.ir.collectives import COLLECTIVES, axes_of, goes_in_turn
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import STORE
 from autoshard.ir.quantized import FEW
 from autoshard.simulate.op_work import Ops
-
-#: messages that lie with their sender until they are read, where ranks share memory
-_LIES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "all_reduce"))
 
 
 @dataclass(frozen=True)
@@ -37,28 +34,27 @@ def message_of(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> OnThe
     if node.op == STORE:  # what is copied stays until the copy is done
         return OnTheWay(frozenset(node.outs), turn_of(node), taken, 0.0)
     given = sum(ops.nbytes(values[n]) for n in node.outs if n in values)
-    bucket = is_bucket(node)
+    spec = COLLECTIVES[node.op]
     whole = not ops.copied(node)  # lies in memory as it is sent
-    kind = collective_kind(node)
     held = finish = 0.0
-    if ops.behaviour.transport == "memory" and kind in _LIES:
-        # only what is sent lies there until it arrives, and what comes is made from what the others have sent
-        made = {"all_reduce": given / ops.ways(node), "all_to_all": 2.0 * given}.get(kind, given)
+    if ops.behaviour.transport == "memory" and spec.family == "layout":
+        # what is sent lies there until it arrives, and what comes is made from what the others have sent
+        made = {"all_reduce": given / ops.ways(node), "all_to_all": 2.0 * given}.get(spec.transfer, given)
         return OnTheWay(frozenset(node.outs), turn_of(node), taken - given, made)
-    match kind:
-        case "all_gather":
-            held, finish = (taken if bucket and not whole else 0.0), (0.0 if whole else given)
-        case "reduce_scatter":
+    match spec.family, spec.transfer:
+        case "layout", "all_gather":
+            held, finish = (taken if spec.bucket and not whole else 0.0), (0.0 if whole else given)
+        case "layout", "reduce_scatter":
             held = 0.0 if whole else taken
             if ops.behaviour.transport == "network":  # the parts of all ranks come first, then their sum
                 held, finish = held + taken - given, given
                 if taken > FEW:  # only what others send arrives
                     held -= given
-        case "all_to_all":
+        case "layout", "all_to_all":
             held, finish = taken, given
-        case "all_gather_q" | "all_gather_wire":
+        case "quantised", "all_gather":
             held, finish = ops.packed(node, values) - given, 2.0 * given
-        case "reduce_scatter_q":
+        case "quantised", _:
             held, finish = 2.0 * ops.packed(node, values) - given, given + taken
     return OnTheWay(frozenset(node.outs), turn_of(node), held, finish)
 

@@ -9,7 +9,7 @@ from math import prod
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, is_bucket, is_ring
+from autoshard.ir.collectives import COLLECTIVES, CollectiveSpec, axes_of, is_ring, spec_of, wheres_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
 from autoshard.ir.placement import Layout, Shard, local_shape
@@ -23,15 +23,6 @@ from autoshard.simulate.work import Attention, CollectiveWork, MatmulWork, Memor
 
 #: segments that backward runs again, and parts of them (`passes.memory.recompute`, `ir.statements.Taker`)
 AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
-#: products for which rows change ranks -> the op on whole tensors
-EXCHANGES = {
-    "expert_mm": "autoshard.expert_mm.default",
-    "expert_outer": "autoshard.expert_outer.default",
-}
-#: collectives with less precision
-QUANTISED = frozenset(("all_gather_q", "reduce_scatter_q", "all_gather_wire"))
-
-
 _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 #: products of rows with rows
 _OUTER = frozenset(("autoshard.expert_outer.default", "autoshard.expert_outer_part.default"))
@@ -95,14 +86,9 @@ class Ops:
         """
         if node.op in VIEWS:
             return []
-        if collective_kind(node) == "slice":
-            # a part that does not lie in one piece is copied (`runtime.collectives`)
-            part = sum(self.nbytes(values[name]) for name in node.outs)
-            return [MemoryWork(2.0 * part)] if self._strewn(node) else []
-        if is_ring(node):
-            return rings.apart(node, values, self)
-        if node.op.startswith("comm."):
-            return self._messages(node, values, narrow)
+        spec = spec_of(node)
+        if spec is not None:
+            return self._collective(node, spec, values, narrow)
         if node.op in HOST_OPS:
             return [Transfer(sum(self.nbytes(values[name]) for name in refs_of(node)), node.op == STORE)]
         ins = [values[name] for name in refs_of(node)]
@@ -233,25 +219,30 @@ class Ops:
         width = DTYPES[values[names[0]].type.dtype][1]
         return 2.0 * q[0] * q[1] * q[2] * k[2] * width
 
-    def _messages(
-        self, node: Node, values: Mapping[str, PlacedValue], narrow: Collection[str] = ()
+    def _collective(
+        self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue], narrow: Collection[str]
     ) -> list[Work]:
-        kind = collective_kind(node)
-        if kind in EXCHANGES:
-            return self._exchange(node, values)
-        if kind in QUANTISED:
-            return self._quantised(node, values)
-        counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
+        if spec.family == "ring":
+            return rings.apart(node, values, self)
+        if spec.family == "experts":
+            return self._exchange(node, spec, values)
+        if spec.family == "quantised":
+            return self._quantised(node, spec, values)
+        if not spec.primitive:
+            # a part that does not lie in one piece is copied (`runtime.collectives`)
+            part = sum(self.nbytes(values[name]) for name in node.outs)
+            return [MemoryWork(2.0 * part)] if self._strewn(node) else []
+        counted = node.outs if spec.gathers else tuple(refs_of(node))
         total = sum(self.nbytes(values[n]) / self._narrower(n, values, narrow) for n in counted)
-        message = CollectiveWork(kind, self.mesh.index(str(node.args[1])), total)
+        message = CollectiveWork(spec.primitive, self.mesh.index(str(node.args[1])), total)
         # a single tensor lies in memory as it is sent, if it is split by rows or not at all
         moved = 2.0 * total if self.copied(node) else 0.0
-        if moved and kind == "reduce_scatter" and _outer(node) != 1:
+        if moved and spec.transfer == "reduce_scatter" and _outer(node) != 1:
             moved *= 2  # first part by part, then into one tensor
-        if self.behaviour.transport == "memory" and kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        if self.behaviour.transport == "memory" and spec.transfer != "all_to_all":
             moved = 0.0  # laying a message down and reading it are the copies
-        if kind != "all_gather":
-            if is_bucket(node):
+        if not spec.gathers:
+            if spec.bucket:
                 width = DTYPES[values[counted[0]].type.dtype][1]
                 moved += total / width * self.behaviour.ready_bytes
             return [MemoryWork(moved), message] if moved else [message]
@@ -265,10 +256,9 @@ class Ops:
         if not moved:
             return [*casts, message]
         copy = MemoryWork(moved)
-        bucket = node.op.split(".")[1].endswith("_bucket")
         packed = zip(parts, node.outs, strict=True)
         shards = sum(self.nbytes(values[n]) / self._narrower(out, values, narrow) for n, out in packed)
-        return [*casts, *([MemoryWork(2 * shards)] if bucket else []), message, copy]
+        return [*casts, *([MemoryWork(2 * shards)] if spec.bucket else []), message, copy]
 
     def _narrower(self, name: str, values: Mapping[str, PlacedValue], narrow: Collection[str]) -> float:
         """How many times as wide a value is as what is sent of it."""
@@ -279,52 +269,50 @@ class Ops:
     def copied(self, node: Node) -> bool:
         """Whether what a collective takes or makes is copied to, or from, the way it is sent: a single tensor
         if it is not split by rows, the tensors of a bucket unless they are views of a flat one."""
-        kind, how = collective_kind(node), self.behaviour
-        gathers = kind == "all_gather"
-        if is_bucket(node):
-            return not (how.flat_parameters if gathers else how.flat_gradients)
-        if len(node.outs if gathers else tuple(refs_of(node))) > 1:
+        spec, how = COLLECTIVES[node.op], self.behaviour
+        if spec.bucket:
+            return not (how.flat_parameters if spec.gathers else how.flat_gradients)
+        if len(node.outs if spec.gathers else tuple(refs_of(node))) > 1:
             return True
-        return kind != "all_reduce" and self._strewn(node)
+        return spec.transfer != "all_reduce" and self._strewn(node)
 
     def _strewn(self, node: Node) -> bool:
         """Whether what a rank has of a whole lies in more than one piece of its memory."""
         return self.behaviour.copied_messages and (any(node.args[2:3]) or _outer(node) != 1)
 
-    def _quantised(self, node: Node, values: Mapping[str, PlacedValue]) -> list[Work]:
+    def _quantised(self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue]) -> list[Work]:
         """A message with less precision: packed, unless it is a wire already, sent, unpacked
         (`runtime.transport.quantized_buffers`).
 
         Gathers that join along rows are unpacked to where they stay; others are copied once more.
         """
-        kind = collective_kind(node)
         ins, outs = [values[n] for n in refs_of(node)], [values[n] for n in node.outs]
         axes = [self.mesh.index(name) for name in axes_of(node)]
         packed = float(self.packed(node, values))
         taken, given = sum(map(self.nbytes, ins)), sum(map(self.nbytes, outs))
-        if kind == "reduce_scatter_q":
+        if not spec.gathers:
             first, last = MemoryWork(3 * taken + packed), MemoryWork(packed + given)
-            return [first, CollectiveWork("all_to_all", axes[0], packed), last]
-        wheres = (node.args[2],) if kind == "all_gather_wire" else node.args[2]
+            return [first, CollectiveWork(spec.primitive, axes[0], packed), last]
+        wheres = wheres_of(node)
         again = sum(self.nbytes(v) for v, w in zip(outs, wheres, strict=True) if w[0] or w[1] > 1)
         sent = packed / prod(self.mesh.sizes[axis] for axis in axes)
-        works: list[Work] = [] if kind == "all_gather_wire" else [MemoryWork(3 * taken + sent)]
+        works: list[Work] = [] if spec.packed else [MemoryWork(3 * taken + sent)]
         for axis in axes:
             sent *= self.mesh.sizes[axis]
-            works.append(CollectiveWork("all_gather", axis, sent))
+            works.append(CollectiveWork(spec.primitive, axis, sent))
         return [*works, MemoryWork(packed + given + 2 * again)]
 
     def packed(self, node: Node, values: Mapping[str, PlacedValue]) -> int:
         """Bytes of the buffers of all ranks of an axis together, for a quantised message."""
-        size, kind = self.ways(node), collective_kind(node)
-        if kind == "all_gather_wire":
+        size, spec = self.ways(node), COLLECTIVES[node.op]
+        if spec.packed:
             return size * int(self.nbytes(values[next(refs_of(node))]))
-        parts = list(refs_of(node)) if kind == "all_gather_q" else node.outs
+        parts = list(refs_of(node)) if spec.gathers else node.outs
         numels = [prod(self.shape(values[n])) for n in parts]
         width = DTYPES[values[node.outs[0]].type.dtype][1]
         return size * packed_bytes(numels, node.args[3], node.args[4], width)
 
-    def _exchange(self, node: Node, values: Mapping[str, PlacedValue]) -> list[Work]:
+    def _exchange(self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue]) -> list[Work]:
         """Rows sent to the ranks of their experts, the products, and results sent back."""
         parts, axis_name, _, _ = node.args
         axis = self.mesh.index(str(axis_name))
@@ -332,8 +320,8 @@ class Ops:
         rows = [values[r.name] for r in parts]
         before = [v for v in rows if len(v.type.shape) < 3]
         after = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t and len(t.shape) < 3]
-        there = [CollectiveWork("all_to_all", axis, self.nbytes(v)) for v in before]
-        back = [CollectiveWork("all_to_all", axis, self.nbytes(v)) for v in after]
+        there = [CollectiveWork(spec.primitive, axis, self.nbytes(v)) for v in before]
+        back = [CollectiveWork(spec.primitive, axis, self.nbytes(v)) for v in after]
         return [*there, *product, *back]
 
 
@@ -381,12 +369,12 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
 
 def product_of(node: Node) -> Node:
     """The product on whole tensors, for one that exchanges rows; other ops as they are."""
-    whole = EXCHANGES.get(collective_kind(node))
-    if whole is None:
+    spec = spec_of(node)
+    if spec is None or not spec.product:
         return node
-    parts, _, transposed, count = node.args
-    args = (*parts, transposed) if whole == EXCHANGES["expert_mm"] else (*parts, count, transposed)
-    return replace(node, op=whole, args=args)
+    rows, _, transposed, count = node.args
+    args = (*rows, count, transposed) if spec.counted else (*rows, transposed)
+    return replace(node, op=spec.product, args=args)
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:

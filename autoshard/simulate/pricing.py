@@ -11,7 +11,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.stage_machines import StageMachine
 from autoshard.ir import Call, Node, TensorType, refs_of
-from autoshard.ir.comm import is_message, is_ring
+from autoshard.ir.collectives import is_message, is_ring
 from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop

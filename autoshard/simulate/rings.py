@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from autoshard.ir import DTYPES, Node
+from autoshard.ir.collectives import COLLECTIVES
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.rings import Ring, ring_of, together
 from autoshard.simulate.work import CollectiveWork, MatmulWork, MemoryWork, Work
@@ -41,8 +42,7 @@ def apart(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> list[Work]
         return []
     sizes = _Sizes(ring, node, values, ops)
     computed = [b.work for b in beats(node, values, ops) if not isinstance(b.work, CollectiveWork)]
-    kind = "all_gather" if ring.gathers else "reduce_scatter"
-    return [*computed, CollectiveWork(kind, sizes.axis, sizes.ways * sizes.moved)]
+    return [*computed, CollectiveWork(COLLECTIVES[node.op].primitive, sizes.axis, sizes.ways * sizes.moved)]
 
 
 def alone(found: Sequence[Beat], price: Callable[[Work], float], overlap: float) -> float:

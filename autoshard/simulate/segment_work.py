@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Call, Node, refs_of
-from autoshard.ir.comm import collective_kind, goes_in_turn
+from autoshard.ir.collectives import exact_transfer, goes_in_turn
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
@@ -67,9 +67,7 @@ class Sheets:
         call = next(i for i in lowered.main if isinstance(i, Call) and i.segment == segment)
         found = {n for (n, _), arg in zip(made.inputs, call.args, strict=True) if arg in ports}
         for node in made.nodes:
-            if (node.op in VIEWS or collective_kind(node) == "all_gather") and found.issuperset(
-                refs_of(node)
-            ):
+            if (node.op in VIEWS or exact_transfer(node) == "all_gather") and found.issuperset(refs_of(node)):
                 found.update(node.outs)
         return frozenset(found)
 
@@ -104,7 +102,7 @@ class Sheets:
         for node in nodes:
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
             beats = self.ops.in_order(node, values, kept, weights, narrow)
-            if node.op in VIEWS or (not beats and collective_kind(node) == "slice"):
+            if node.op in VIEWS or (not beats and exact_transfer(node) == "slice"):
                 source = used[0] if used else None
                 if source is not None:
                     sources.update(dict.fromkeys(node.outs, source))
@@ -165,7 +163,7 @@ class Sheets:
                 continue
             for name in taken:
                 users.setdefault(name, set()).add(node.op)
-            if collective_kind(node) == "all_gather":
+            if exact_transfer(node) == "all_gather":
                 source.update((name, name) for name in node.outs)
         return frozenset(n for n, first in source.items() if users.get(first, {""}) <= NARROWED)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
+from autoshard.ir.collectives import spec_named
 from autoshard.simulate.work import (
     Attention,
     CollectiveWork,
@@ -213,7 +214,8 @@ class Player:
     def _packs(task: OpTask) -> bool:
         """Whether it makes a message of shards, which needs nothing that is computed if these are
         parameters."""
-        gathers = task.op.startswith("comm.all_gather")
+        spec = spec_named(task.op)
+        gathers = spec is not None and spec.gathers
         return gathers and not task.after and isinstance(task.work, MemoryWork)
 
 
@@ -232,7 +234,7 @@ class _Timed(NamedTuple):
 
 def _unpacks(task: OpTask, tasks: Sequence[OpTask]) -> bool:
     """Whether it copies what a message brought to where its results lie."""
-    if not (task.op.startswith("comm.") and isinstance(task.work, MemoryWork) and task.after):
+    if not (spec_named(task.op) is not None and isinstance(task.work, MemoryWork) and task.after):
         return False
     before = tasks[task.after[-1]]
     return isinstance(before.work, CollectiveWork) and before.work.kind != "hop" and before.name == task.name

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.boundaries import ends_of
-from autoshard.ir.comm import collective_kind, is_message, is_ring
+from autoshard.ir.collectives import exact_transfer, is_message, is_ring
 from autoshard.ir.lowered import Instruction, LoweredSegment, PlacedValue, StagePart, uses_of
 from autoshard.ir.offload import STORE
 from autoshard.ir.views import view_roots
@@ -114,7 +114,7 @@ class Transients:
         values, inputs = segment.placed(), {n for n, _ in segment.graph.inputs}
         found = 0.0
         for node in segment.graph.nodes:
-            if collective_kind(node) == "all_gather" and inputs.issuperset(refs_of(node)):
+            if exact_transfer(node) == "all_gather" and inputs.issuperset(refs_of(node)):
                 found += sum(self.sheets.ops.nbytes(values[out]) for out in node.outs if out in values)
         return found
 

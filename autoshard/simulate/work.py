@@ -78,7 +78,7 @@ class OpTask:
 
     name: of the first value that the op makes; op: without its overload. after: tasks of the sheet that it
     waits for. inputs: arguments of the sheet that it takes. views: ops that only look at tensors in another
-    way, issued with it. turn: whether the one before it over the same axis is waited for (`ir.comm`).
+    way, issued with it. turn: whether the one before it over the same axis is waited for (`ir.collectives`).
     """
 
     name: str

@@ -7,6 +7,7 @@ rest split.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
@@ -22,6 +23,11 @@ from autoshard.torch_adapters.blocks import described, refusing
 
 #: how a DTensor lies: mesh, placements, global shape, strides and type
 Spec: TypeAlias = DTensorSpec
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Inside, subclasses of tensors are not asked what torch's functions do with them."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def torch_placements(layout: Layout) -> list[TorchPlacement]:

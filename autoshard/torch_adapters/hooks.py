@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD_TABLES = ("_backward_pre_hooks", "_backward_hooks")
+#: numbers of hooks that are called in another way
+_NOTED = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _GLOBAL = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
@@ -49,6 +51,16 @@ def clear_hooks(module: nn.Module) -> None:
     """Take a module's hooks away; whoever calls this puts them back."""
     for table in hook_tables(module):
         table.clear()  # type: ignore[attr-defined]  # an OrderedDict
+
+
+def drop_hooks(module: nn.Module, kind: type) -> None:
+    """Take a module's forward hooks of a class away, and what is noted of them; whoever calls this puts them
+    back."""
+    for name in FORWARD_TABLES:
+        table = getattr(module, name)
+        for number in [k for k, hook in table.items() if isinstance(hook, kind)]:
+            for noted in (table, *(getattr(module, n, {}) for n in _NOTED)):
+                noted.pop(number, None)
 
 
 def carry_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:

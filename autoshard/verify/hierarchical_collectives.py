@@ -13,8 +13,9 @@ from itertools import product
 import numpy as np
 
 from autoshard.ir import Arg
+from autoshard.ir.collectives import transfer_between
 from autoshard.ir.lowered import PlacedValue
-from autoshard.ir.placement import Partial, Replicate, Shard
+from autoshard.ir.placement import Shard
 from autoshard.verify.indices import axes_of, coordinates, cut, held_at, in_runs, join
 
 
@@ -38,9 +39,9 @@ def wrong_step(
         return f"{before.type} has no place {where}"
     for k, (p, q) in enumerate(zip(before.layout, after.layout, strict=True)):
         if k in axes:
-            gathers = isinstance(p, Shard) and p.dim == dim and isinstance(q, Replicate)
-            scatters = isinstance(p, Partial) and p.reduce == "sum" and isinstance(q, Shard) and q.dim == dim
-            if not (gathers if kind == "all_gather" else scatters and len(axes) == 1):
+            dims = {placed.dim for placed in (p, q) if isinstance(placed, Shard)}
+            several = len(axes) > 1 and kind != "all_gather"
+            if transfer_between(p, q) != kind or dims != {dim} or several:
                 return f"{p} becomes {q} on an axis that it goes over"
         elif p != q and not (isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim == dim):
             return f"{p} becomes {q} on an axis that it does not go over"

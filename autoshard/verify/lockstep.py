@@ -28,7 +28,7 @@ from autoshard.capture.python_state.outer_hooks import outer_hooks_apart
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Port
-from autoshard.ir.comm import sent_bits
+from autoshard.ir.collectives import sent_bits
 from autoshard.passes.partition.quantize_collectives import Weights
 from autoshard.program.program import Program
 from autoshard.runtime.lockstep.rounding import Rounding

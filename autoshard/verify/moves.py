@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,71 +10,28 @@ from numpy.typing import NDArray
 
 from autoshard.cost.reshard import step_between
 from autoshard.ir import Arg, Node, Origin, Ref, TensorType
-from autoshard.ir.comm import GATHER_WIRE
+from autoshard.ir.collectives import COLLECTIVES, TensorTransfer, TransferKind, transfers_of, wheres_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.placement import Layout, Partial, layout_ok
 from autoshard.passes.partition.insert_collectives import collective_node
-from autoshard.program.known_ops import QUANTISED
 from autoshard.rules.local import MeshShape
-from autoshard.rules.quantized_gather import wire_gather
 from autoshard.verify.hierarchical_collectives import wrong_precision, wrong_step
 from autoshard.verify.indices import axes_of, coordinates, cut, held_at, in_runs, join
 from autoshard.verify.result import Rule
 
-_KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
 #: what changes where a value lies, and not what it is
-MOVES = frozenset(
-    [f"comm.{kind}.default" for kind in _KINDS]
-    + [f"comm.{kind}_bucket.default" for kind in ("all_gather", "all_reduce", "reduce_scatter")]
-    + list(QUANTISED)
-    + list(HOST_OPS)
-)
+MOVES = frozenset((*(o for o, s in COLLECTIVES.items() if s.moves), *HOST_OPS))
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveMeaning:
-    """One value of a collective. where: (dim, outer, inner, size) of what is cut or joined; () for a sum."""
-
-    source: str
-    out: str
-    where: tuple[Arg, ...]
-
-
-def moves_of(node: Node) -> tuple[CollectiveMeaning, ...] | None:
-    """The values of a collective, one by one; None if its text is not that of one."""
-    kind = node.op.split(".")[1]
-    args = node.args
-    if node.op in HOST_OPS:
-        sources = args[0] if len(args) == 1 and isinstance(args[0], tuple) else ()
-        if len(sources) != len(node.outs) or not all(isinstance(s, Ref) for s in sources):
-            return None
-        return tuple(CollectiveMeaning(s.name, o, ()) for s, o in zip(sources, node.outs, strict=True))
-    if node.op == GATHER_WIRE:
-        said = wire_gather(node)
-        return None if said is None else (CollectiveMeaning(said.wire, node.outs[0], said.where),)
-    if kind.endswith("_bucket"):
-        sources = args[0] if args and isinstance(args[0], tuple) else ()
-        wheres = args[2] if len(args) > 2 else ((),) * len(sources)
-        count = 5 if node.op in QUANTISED else 2 + (kind != "all_reduce_bucket")
-        fits = len(args) == count and isinstance(wheres, tuple)
-        if not fits or not len(sources) == len(wheres) == len(node.outs):
-            return None
-        if not all(isinstance(s, Ref) for s in sources) or not all(isinstance(w, tuple) for w in wheres):
-            return None
-        return tuple(
-            CollectiveMeaning(s.name, o, w) for s, o, w in zip(sources, node.outs, wheres, strict=True)
-        )
-    if len(args) < 2 or not isinstance(args[0], Ref) or len(node.outs) != 1:
+def moves_of(node: Node) -> tuple[TensorTransfer, ...] | None:
+    """The values of an op that moves them, one by one; None if its text is not that of one."""
+    if node.op not in HOST_OPS:
+        return transfers_of(node)
+    sources = node.args[0] if len(node.args) == 1 and isinstance(node.args[0], tuple) else ()
+    if len(sources) != len(node.outs) or not all(isinstance(s, Ref) for s in sources):
         return None
-    where: tuple[Arg, ...] = ()
-    if kind == "all_to_all" and len(args) == 4:
-        where = (args[2], args[3], node.kwarg("split_outer", 1), node.kwarg("concat_outer", 1))
-    elif kind in ("all_gather", "reduce_scatter", "slice") and len(args) == 3:
-        where = (args[2], *(node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None))))
-    elif kind != "all_reduce" or len(args) != 2:
-        return None
-    return (CollectiveMeaning(args[0].name, node.outs[0], where),)
+    return tuple(TensorTransfer(s.name, o, ()) for s, o in zip(sources, node.outs, strict=True))
 
 
 def broken_moves(
@@ -91,13 +47,13 @@ def broken_moves(
             if values[move.source] != values[move.out]:
                 yield "placement", move.out, "host memory changes neither type nor placement of a value"
         return
-    kind = node.op.split(".")[1].removesuffix("_bucket").removesuffix("_q")
+    spec = COLLECTIVES[node.op]
     names = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     if not names or len(set(names)) < len(names) or any(name not in mesh.names for name in names):
         yield "collective", node.outs[0], f"the mesh has no axis {node.args[1]!r}"
         return
     axes = tuple(mesh.names.index(name) for name in names)
-    if node.op in QUANTISED:
+    if spec.family == "quantised":
         why = wrong_precision(node.args[3:], len(found))
         if why:
             yield "collective", node.outs[0], why
@@ -105,15 +61,15 @@ def broken_moves(
     if len(dtypes) > 1:
         yield "collective", node.outs[0], f"one message cannot hold {' and '.join(sorted(dtypes))}"
     for move in found:
-        why = _wrong(move, node, kind, axes, values, mesh)
+        why = _wrong(move, node, spec.transfer, axes, values, mesh)
         if why:
             yield "collective", move.out, why
 
 
 def _wrong(
-    move: CollectiveMeaning,
+    move: TensorTransfer,
     node: Node,
-    kind: str,
+    kind: TransferKind,
     axes: tuple[int, ...],
     values: Mapping[str, PlacedValue],
     mesh: MeshShape,
@@ -148,7 +104,7 @@ def _wrong(
 
 @lru_cache(maxsize=8192)
 def _same_elements(
-    kind: str,
+    kind: TransferKind,
     axis: int,
     where: tuple[Arg, ...],
     before: PlacedValue,
@@ -201,13 +157,11 @@ def _given(
 
 
 def _where(
-    kind: str, axis: int, type_: TensorType, layouts: tuple[Layout, Layout], mesh: MeshShape
+    kind: TransferKind, axis: int, type_: TensorType, layouts: tuple[Layout, Layout], mesh: MeshShape
 ) -> tuple[Arg, ...]:
     """The place at which the collective between two layouts cuts or joins."""
     node = collective_node(mesh, kind, axis, "x", type_, layouts, "y", Origin(), False)
-    made = moves_of(node)
-    assert made is not None
-    return made[0].where
+    return wheres_of(node)[0]
 
 
 def _normal(where: tuple[Arg, ...]) -> tuple[Arg, ...]:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.ir import Graph, Node, Ref, TensorType, refs_of
-from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
+from autoshard.ir.collectives import ALL_GATHER_Q, ALL_GATHER_WIRE
 from autoshard.ir.lowered import PlacedValue
+from autoshard.ir.quantized import WIRE_BITS, wire_gather
 from autoshard.rules.local import MeshShape
-from autoshard.rules.quantized_gather import BITS, NORMS, rows_of_rank, wire_gather, wire_of
+from autoshard.rules.quantized_gather import NORMS, rows_of_rank, wire_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class QuantizedRows:
         self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
     ) -> Iterator[tuple[str, str]]:
         """(value, why) of what is wrong with an op that makes a wire, or that reads one and is no gather."""
-        if node.op != GATHER_WIRE:
+        if node.op != ALL_GATHER_WIRE.op:
             for name in dict.fromkeys(refs_of(node)):
                 if name in self.made:
                     yield node.outs[0], f"{name} is a wire, which only a gather of wires can read"
@@ -71,7 +72,7 @@ class QuantizedRows:
             found = f"{said.dtype}{list(said.shape)} in groups of {said.group}"
             return f"it reads a wire of {out.dtype}{list(shape or ())} in groups of {group} as {found}"
         name = f"{said.wire}.rows"
-        args = ((Ref(name),), node.args[1], (said.where,), (BITS,), group)
+        args = ((Ref(name),), node.args[1], (said.where,), (WIRE_BITS,), group)
         placed = PlacedValue(TensorType(rows.type.shape, out.dtype), rows.layout)
-        made = Node(GATHER_Q, args, (), node.outs, node.types, node.origin, node.backward)
+        made = Node(ALL_GATHER_Q.op, args, (), node.outs, node.types, node.origin, node.backward)
         return made, {**values, name: placed}

@@ -7,10 +7,10 @@ makes, product by product; whether the ops may run like that is for their rules 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 
 from autoshard.ir import Node, Ref, TensorType
+from autoshard.ir.collectives import TensorTransfer, TransferKind, collective
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.rings import Ring, ring_of
@@ -74,8 +74,7 @@ class _Opening:
         ring, node = self.ring, self.node
         whole = node.outs[0]
         type_ = self.values[whole].type
-        first = self._op("comm.all_gather.default", (Ref(ring.moved), ring.axis, ring.dim), whole)
-        nodes = [replace(first, kwargs=self._outer())]
+        nodes = [self._collective("all_gather", ring.moved, whole)]
         rows = whole
         if len(type_.shape) > 2:
             rows = f"{whole}.rows"
@@ -109,11 +108,13 @@ class _Opening:
                 nodes.append(self._op(_ADD, (Ref(total), Ref(part)), f"{out}.sum{k}"))
                 part = f"{out}.sum{k}"
             total = part
-        last = self._op("comm.reduce_scatter.default", (Ref(total), ring.axis, ring.dim), out)
-        return [*nodes, replace(last, kwargs=self._outer())]
+        return [*nodes, self._collective("reduce_scatter", total, out)]
 
-    def _outer(self) -> tuple[tuple[str, int], ...]:
-        return (("outer", self.ring.outer),) if self.ring.outer != 1 else ()
+    def _collective(self, transfer: TransferKind, source: str, out: str) -> Node:
+        ring, node = self.ring, self.node
+        moved = TensorTransfer(source, out, (ring.dim, ring.outer, 1, None))
+        types = (self.values[out].type,)
+        return collective(transfer, ring.axis, (moved,), types, node.origin, node.backward)
 
     def _op(self, op: str, args: tuple[object, ...], out: str) -> Node:
         """One of the ops, with the arguments of a rank."""

@@ -13,6 +13,7 @@ import torch
 
 import autoshard.ops  # noqa: F401  (registers the ops that shards call)
 from autoshard.ir import DTYPES, Dtype, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.placement import Layout, Partial, layout_ok, local_shape
 from autoshard.rules.core import Factored
 from autoshard.rules.local import LocalCall, MeshShape
@@ -171,7 +172,7 @@ def _check_state(call: SampleNode, rule: Factored, state: OpState, sizes: tuple[
         for x, layout, type_ in zip(call.tensors, state.inputs, call.ins, strict=True)
     ]
     told = f"{call.sample} on {sizes}: {_show(state.inputs)} -> {_show(state.outputs)}"
-    if node.op.startswith("comm."):
+    if is_collective(node):
         results = _exchanged(node, call.names, shards, views)
     else:
         results = [

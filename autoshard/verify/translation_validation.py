@@ -14,10 +14,9 @@ from functools import partial
 
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.boundaries import wires_of
-from autoshard.ir.comm import GATHER_WIRE, is_ring
+from autoshard.ir.collectives import exact_transfer, is_ring, spec_of, transfer_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
-from autoshard.program.known_ops import QUANTISED
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.verify.moves import MOVES, broken_moves, moves_of
 from autoshard.verify.operators import Lies, OpChecker
@@ -132,7 +131,8 @@ class Walk:
         ready = self._node(node, values)
         for value, why in wires.broken(node, values, self.judge.mesh):
             self._tell("collective", f"{_short(node.op)} does not make {value}", at, why)
-        if node.op == GATHER_WIRE:
+        spec = spec_of(node)
+        if spec is not None and spec.packed:
             rows = wires.gather_of_rows(node, values, self.judge.mesh)
             if isinstance(rows, str):
                 self._tell("collective", f"{_short(node.op)} does not make {at.value}", at, rows)
@@ -267,7 +267,7 @@ class Walk:
             return
         if ready.moves is not None:
             self.out.moves += 1
-            self.out.rounded += ready.node.op in QUANTISED
+            self.out.rounded += transfer_of(ready.node) != exact_transfer(ready.node)
             env.update({out: env[source] for source, out in ready.moves})
             # what a broken text leaves out is lost
             env.update({out: LOST for out in ready.node.outs if out not in env})

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir import DTYPES, Call, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.collectives import SLICE
 from autoshard.ir.local_bytes import held_shape
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.names import free_name
@@ -154,7 +155,7 @@ class _Fuser:
             return None
         type_, there = kinds.pop()
         move = index.makers.get(found.raw[0])
-        moves = move is not None and move.op == "comm.slice.default" and layouts[move.args[0].name] == there
+        moves = move is not None and move.op == SLICE.op and layouts[move.args[0].name] == there
         if type_ != wanted or (there != layout and not moves):
             return None
         names = tuple(self._name_in_main(item, norm.x) for item, norm in halves)

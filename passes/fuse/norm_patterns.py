@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from autoshard.ir import Arg, Dtype, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.views import RESHAPES
 
 _ADD, _MUL = "aten.add.Tensor", "aten.mul.Tensor"
 _SUM, _CAST, _POW = "aten.sum.dim_IntList", "aten._to_copy.default", "aten.pow.Tensor_Scalar"
-_VIEWS = ("aten.reshape.default", "aten.view.default")
 _WIDE = ("f32", "f64")
 Pair: TypeAlias = "tuple[str, str]"
 
@@ -369,7 +369,7 @@ def _weight_gradient(
                 continue
             names = [node.name, total.name]
             while index.types[names[-1]] != wanted:
-                step = index.only_use(names[-1], *_VIEWS, _CAST)
+                step = index.only_use(names[-1], *RESHAPES, _CAST)
                 if step is None:
                     break
                 names.append(step.name)

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from autoshard.ir import Call
+from autoshard.ir.collectives import COLLECTIVES
 from autoshard.ir.lowered import Instruction, Lowered, PlacedValue, StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS, Offload
 from autoshard.passes.memory.host_calls import HostCalls
@@ -253,7 +254,7 @@ def _first(groups: Sequence[StorageGroup], share: float) -> Iterator[StorageGrou
 
 def _moves(op: str) -> bool:
     """Whether an op computes nothing: collectives, and what moves to host memory and back."""
-    return op.startswith("comm.") or op in HOST_OPS
+    return op in COLLECTIVES or op in HOST_OPS
 
 
 def _text(seconds: float) -> str:

@@ -9,21 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.ir import Joint, Node, Ref, refs_of, substitute
+from autoshard.ir.views import RESHAPES, TRANSPOSES, UNIT_DIMS
 
 #: never move data
-STRIDED = frozenset(
-    {
-        "aten.t.default",
-        "aten.transpose.int",
-        "aten.permute.default",
-        "aten.expand.default",
-        "aten.unsqueeze.default",
-        "aten.squeeze.default",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-    }
-)
-RESHAPES = frozenset({"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"})
+STRIDED = TRANSPOSES | UNIT_DIMS
 
 
 def repeat_views(joint: Joint) -> Joint:

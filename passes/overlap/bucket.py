@@ -11,14 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.ir import Graph, Node, Ref, refs_of
-from autoshard.ir.comm import nbytes_made, wheres_of
+from autoshard.ir import Graph, Node, refs_of
+from autoshard.ir.collectives import (
+    ALL_GATHER,
+    BUCKET_COLLECTIVES,
+    COLLECTIVES,
+    TENSOR_COLLECTIVES,
+    collective,
+    nbytes_made,
+    transfers_of,
+)
 from autoshard.ir.lowered import Lowered, LoweredSegment
 
 #: collectives that have a form for many tensors
-BUCKETED = ("comm.all_gather.default", "comm.reduce_scatter.default", "comm.all_reduce.default")
-
-
+BUCKETED = frozenset(TENSOR_COLLECTIVES[transfer].op for transfer in BUCKET_COLLECTIVES)
 #: bytes of whole tensors from which on they do not travel with what is waited for earlier
 _MUCH = 1 << 20
 
@@ -45,8 +51,8 @@ def _key(node: Node, types: dict[str, str]) -> tuple[object, ...]:
 def _gathers_together(graph: Graph, apart: bool) -> Graph:
     """Gathers straight from a segment's inputs: all at the place of the first."""
     inputs = {n for n, _ in graph.inputs}
-    gathers = [n for n in graph.nodes if n.op == BUCKETED[0] and n.args[0].name in inputs]
-    again = {r for n in graph.nodes if n.op == BUCKETED[0] for r in refs_of(n)} if apart else set()
+    gathers = [n for n in graph.nodes if n.op == ALL_GATHER.op and n.args[0].name in inputs]
+    again = {r for n in graph.nodes if n.op == ALL_GATHER.op for r in refs_of(n)} if apart else set()
     waited = [n for n in gathers if not again.isdisjoint(n.outs)]
     others = [n for n in gathers if again.isdisjoint(n.outs)]
     if waited and sum(map(nbytes_made, others)) > _MUCH:
@@ -105,18 +111,7 @@ def _merged(members: Sequence[Node], graph: Graph) -> list[Node]:
 def _bucket_node(members: list[Node]) -> Node:
     """``a, b = comm.all_gather_bucket((x, y), axis, (where, where))``; where = (dim, outer, inner, size)."""
     first = members[0]
-    kind = first.op.split(".")[1]
-    sources = tuple(Ref(next(refs_of(n))) for n in members)
-    kwargs = tuple((k, v) for k, v in first.kwargs if k == "op")
-    wheres: tuple[object, ...] = ()
-    if kind != "all_reduce":
-        wheres = (tuple(where for n in members for where in wheres_of(n)),)
-    return Node(
-        f"comm.{kind}_bucket.default",
-        (sources, first.args[1], *wheres),
-        kwargs,
-        tuple(n.outs[0] for n in members),
-        tuple(n.types[0] for n in members),
-        first.origin,
-        first.backward,
-    )
+    moves = [t for n in members for t in transfers_of(n) or ()]
+    types = [n.types[0] for n in members]
+    transfer, reduce = COLLECTIVES[first.op].transfer, first.kwarg("op")
+    return collective(transfer, first.args[1], moves, types, first.origin, first.backward, reduce=reduce)

@@ -19,8 +19,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from autoshard.ir import Call, Node, Origin, Ref
-from autoshard.ir.comm import GATHERS, SCATTERS, collective_kind, wheres_of
+from autoshard.ir import Call, Node, Origin
+from autoshard.ir.collectives import (
+    COLLECTIVES,
+    TensorTransfer,
+    collective,
+    exact_transfer,
+    kind_of,
+    wheres_of,
+)
 from autoshard.ir.local_bytes import held_bytes
 from autoshard.ir.lowered import Instruction, Lowered, StagePart, with_parts
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
@@ -82,10 +89,18 @@ def _pieces(
         items.setdefault(statement.item, []).append(statement)
     for item, own in items.items():
         free = [s for s in own if not any(v in barred for v in s.makes)]
-        if len(free) == len(own) and all(s.node.op in GATHERS for s in own) and not _chained(own):
+        if (
+            len(free) == len(own)
+            and all(exact_transfer(s.node) == "all_gather" for s in own)
+            and not _chained(own)
+        ):
             yield _Piece(item, tuple(own), True)
             continue
-        last = [s for s in free if s.node.op in SCATTERS and not any(v in used for v in s.makes)]
+        last = [
+            s
+            for s in free
+            if exact_transfer(s.node) == "reduce_scatter" and not any(v in used for v in s.makes)
+        ]
         apart = {s.number for s in last}
         rest = [s for s in own if s.number not in apart]
         if rest:
@@ -111,7 +126,7 @@ def _groups(pieces: Sequence[_Piece], whole: Statements, mesh: MeshShape, limit:
         made_at.update(dict.fromkeys(statement.makes, number))
         if not piece.messages:
             continue
-        first = statement.node.op in GATHERS
+        first = exact_transfer(statement.node) == "all_gather"
         needs = max((made_at.get(v, -1) for v in statement.uses), default=-1) if first else -1
         nbytes = _nbytes(statement, whole, mesh)
         own = groups.setdefault(_key(statement, whole), [])
@@ -126,12 +141,12 @@ def _groups(pieces: Sequence[_Piece], whole: Statements, mesh: MeshShape, limit:
 
 def _key(statement: Statement, whole: Statements) -> _Key:
     node = statement.node
-    return collective_kind(node), str(node.args[1]), whole.values[statement.makes[0]].type.dtype
+    return kind_of(node), str(node.args[1]), whole.values[statement.makes[0]].type.dtype
 
 
 def _nbytes(statement: Statement, whole: Statements, mesh: MeshShape) -> int:
     """What a message makes or is made of, whichever is whole: bytes on the first rank."""
-    values = statement.makes if statement.node.op in GATHERS else statement.uses
+    values = statement.makes if exact_transfer(statement.node) == "all_gather" else statement.uses
     placed = [whole.values[value] for value in values]
     return sum(held_bytes(p.type, p.layout, mesh.sizes) for p in placed)
 
@@ -183,11 +198,13 @@ def _joined(lowered: Lowered, of_value: dict[str, _Group]) -> Lowered:
 def _message(members: Sequence[Statement], whole: Statements) -> Node:
     """All of them as one: ``a, b = comm.all_gather_bucket((x, y), axis, (where, where))``."""
     first = members[0].node
-    wheres = tuple(where for s in members for where in wheres_of(s.node))
-    outs = tuple(value for s in members for value in s.makes)
-    sources = tuple(Ref(value) for s in members for value in s.uses)
-    types = tuple(whole.values[out].type for out in outs)
-    args = (sources, first.args[1], wheres)
-    return Node(
-        f"comm.{collective_kind(first)}_bucket.default", args, (), outs, types, Origin(), first.backward
-    )
+    moves = [t for s in members for t in _named(s)]
+    types = [whole.values[t.out].type for t in moves]
+    transfer = COLLECTIVES[first.op].transfer
+    return collective(transfer, first.args[1], moves, types, Origin(), first.backward, bucket=True)
+
+
+def _named(statement: Statement) -> list[TensorTransfer]:
+    """The tensors of a message by their names in main."""
+    rows = zip(statement.uses, statement.makes, wheres_of(statement.node), strict=True)
+    return [TensorTransfer(*row) for row in rows]

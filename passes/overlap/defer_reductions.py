@@ -14,14 +14,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
-from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
-from autoshard.ir.comm import BUCKET_BYTES, SCATTERS, wheres_of
+from autoshard.ir import Call, Graph, Node, Origin, refs_of
+from autoshard.ir.collectives import (
+    BUCKET_BYTES,
+    TensorTransfer,
+    collective,
+    exact_transfer,
+    kept_outs,
+    transfers_of,
+)
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
-
-_ALL = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
-#: (dim, outer, inner, size) of what a reduction scatters, None for one that does not
-Where = tuple[object, ...] | None
 
 
 def defer_reductions(
@@ -52,31 +56,20 @@ def defer_reductions(
     return with_parts(lowered, pieces)
 
 
-@dataclass(frozen=True)
-class _Deferred:
-    """A reduction: of the value source over an axis."""
-
-    source: str
-    axis: str
-    where: Where
+#: a reduction over an axis
+_Deferred: TypeAlias = tuple[TensorTransfer, str]
 
 
 def _deferred(node: Node) -> dict[str, _Deferred]:
     """Output of a reduction -> what it is."""
-    sources, axis = list(refs_of(node)), str(node.args[1])
-    if node.op in _ALL:
-        wheres: Sequence[Where] = [None] * len(sources)
-    else:
-        wheres = wheres_of(node)
-    return {o: _Deferred(s, axis, w) for o, s, w in zip(node.outs, sources, wheres, strict=True)}
+    return {t.out: (t, str(node.args[1])) for t in transfers_of(node) or ()}
 
 
 @dataclass
 class _Bucket:
-    """Gradients waiting for one message: (unreduced, reduced) main values."""
+    """Gradients waiting for one message, by their values in main."""
 
-    pairs: list[tuple[str, str]] = field(default_factory=list)
-    wheres: list[Where] = field(default_factory=list)
+    moves: list[TensorTransfer] = field(default_factory=list)
     bytes: int = 0
 
 
@@ -108,9 +101,10 @@ class _Round:
 
     def _may_wait(self, node: Node, values: Collection[str]) -> bool:
         """Whether a reduction, whose results are these main values, can be done at the end."""
-        if node.op not in (*_ALL, *SCATTERS) or node.kwarg("op", "sum") != "sum":
+        transfer = exact_transfer(node)
+        if transfer not in ("all_reduce", "reduce_scatter") or node.kwarg("op", "sum") != "sum":
             return False
-        allowed = self.ends if node.op in _ALL else self.scattered
+        allowed = self.ends if transfer == "all_reduce" else self.scattered
         return all(v in allowed and v not in self.used for v in values)
 
     def _in_segment(self, name: str) -> dict[str, _Deferred]:
@@ -200,8 +194,8 @@ class _Round:
             if isinstance(item, Call):
                 main.append(self._call(item, part.stage) if self.found[item.segment] else item)
             elif self._main_waits(item) and not self.barred.intersection(item.outs):
-                for out, deferred in _deferred(item).items():
-                    self._wait(part.stage, deferred, deferred.source, out)
+                for moved, axis in _deferred(item).values():
+                    self._wait(part.stage, moved, axis)
             else:
                 main.append(item)
         return main
@@ -211,29 +205,26 @@ class _Round:
         segment = self.source.segments[call.segment]
         outs = list(call.outs)
         for position, output in enumerate(segment.graph.outputs):
-            deferred = self.found[call.segment].get(output)
-            if deferred is None:
+            if output not in self.found[call.segment]:
                 continue
+            moved, axis = self.found[call.segment][output]
             reduced = call.outs[position]
             outs[position] = f"{reduced}_partial"
             types = segment.graph.types()
-            self.values[outs[position]] = PlacedValue(
-                types[deferred.source], segment.layouts[deferred.source]
-            )
-            self._wait(stage, deferred, outs[position], reduced)
+            self.values[outs[position]] = PlacedValue(types[moved.source], segment.layouts[moved.source])
+            self._wait(stage, TensorTransfer(outs[position], reduced, moved.where), axis)
         return replace(call, outs=tuple(outs))
 
-    def _wait(self, stage: int, deferred: _Deferred, source: str, reduced: str) -> None:
+    def _wait(self, stage: int, moved: TensorTransfer, axis: str) -> None:
         """Put a reduction into the message that is being filled; once, if every slice adds a term to it."""
-        if (stage, reduced) in self.waiting:
+        if (stage, moved.out) in self.waiting:
             return
-        self.waiting.add((stage, reduced))
-        self.pairs.append((source, reduced))
-        type_ = self.values[reduced].type
-        key = (stage, deferred.axis, type_.dtype, deferred.where is not None)
+        self.waiting.add((stage, moved.out))
+        self.pairs.append((moved.source, moved.out))
+        type_ = self.values[moved.out].type
+        key = (stage, axis, type_.dtype, bool(moved.where))
         bucket = self.buckets.setdefault(key, _Bucket())
-        bucket.pairs.append((source, reduced))
-        bucket.wheres.append(deferred.where)
+        bucket.moves.append(moved)
         bucket.bytes += type_.nbytes
         if bucket.bytes >= self.message:
             self._send(key)
@@ -242,31 +233,16 @@ class _Round:
         self.messages.setdefault(key[0], []).append(self._node(key[1], self.buckets.pop(key)))
 
     def _node(self, axis: str, bucket: _Bucket) -> Node:
-        sources = tuple(Ref(source) for source, _ in bucket.pairs)
-        outs = tuple(reduced for _, reduced in bucket.pairs)
-        types = tuple(self.values[out].type for out in outs)
-        if bucket.wheres[0] is not None:
-            return Node(SCATTERS[1], (sources, axis, tuple(bucket.wheres)), (), outs, types, Origin(), True)
-        if len(outs) == 1:
-            return Node(_ALL[0], (sources[0], axis), (), outs, types, Origin(), True)
-        return Node(_ALL[1], (sources, axis), (), outs, types, Origin(), True)
+        types = [self.values[t.out].type for t in bucket.moves]
+        if bucket.moves[0].where:
+            return collective("reduce_scatter", axis, bucket.moves, types, Origin(), True, bucket=True)
+        return collective("all_reduce", axis, bucket.moves, types, Origin(), True)
 
 
 def _without(segment: LoweredSegment, deferred: dict[str, _Deferred]) -> LoweredSegment:
     graph = segment.graph
-    nodes = tuple(kept for n in graph.nodes if (kept := _rest(n, deferred)) is not None)
-    outputs = tuple(deferred[o].source if o in deferred else o for o in graph.outputs)
+    nodes = tuple(
+        kept for n in graph.nodes if (kept := kept_outs(n, set(n.outs) - set(deferred))) is not None
+    )
+    outputs = tuple(deferred[o][0].source if o in deferred else o for o in graph.outputs)
     return replace(segment, graph=Graph(graph.name, graph.inputs, nodes, outputs))
-
-
-def _rest(node: Node, deferred: Collection[str]) -> Node | None:
-    """A node without those of its results that wait; None if all do."""
-    kept = [k for k, out in enumerate(node.outs) if out not in deferred]
-    if len(kept) == len(node.outs):
-        return node
-    if not kept:
-        return None
-    sources, axis, *wheres = node.args
-    args = (tuple(sources[k] for k in kept), axis, *(tuple(where[k] for k in kept) for where in wheres))
-    outs, types = tuple(node.outs[k] for k in kept), tuple(node.types[k] for k in kept)
-    return Node(node.op, args, node.kwargs, outs, types, node.origin, node.backward)

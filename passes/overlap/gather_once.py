@@ -8,9 +8,11 @@ part of their own, ``gather``, which runs before the first microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from autoshard.ir import Node
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import Statement, by_part, regrouped, statements_of
 
@@ -31,8 +33,13 @@ def gather_once(lowered: Lowered, kept: Collection[str]) -> Lowered:
     return regrouped(whole, [*gathers, *left])
 
 
-def gathers_of(statements: Sequence[Statement], kept: Collection[str]) -> list[Statement]:
-    """The gathers of kept parameters, with what is between a parameter and its gather."""
+def gathers_of(
+    statements: Sequence[Statement],
+    kept: Collection[str],
+    gathers: Callable[[Node], bool] = is_collective,
+) -> list[Statement]:
+    """The gathers of kept parameters, with what is between a parameter and its gather. gathers: whether an op
+    is one."""
     known = set(kept)
     derived: list[Statement] = []
     for statement in statements:
@@ -42,7 +49,7 @@ def gathers_of(statements: Sequence[Statement], kept: Collection[str]) -> list[S
     wanted: set[str] = set()
     found: list[Statement] = []
     for statement in reversed(derived):
-        if statement.node.op.startswith("comm.") or not wanted.isdisjoint(statement.makes):
+        if gathers(statement.node) or not wanted.isdisjoint(statement.makes):
             found.append(statement)
             wanted.update(statement.uses)
     return found[::-1]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 from autoshard.ir import Call, Graph, Node, refs_of
-from autoshard.ir.comm import is_message, is_ring
+from autoshard.ir.collectives import is_message, is_ring
 from autoshard.ir.lowered import Instruction, Lowered, StagePart, with_parts
 from autoshard.passes.overlap.schedule_ops import Seconds
 

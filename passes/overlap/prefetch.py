@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autoshard.ir import Call
-from autoshard.ir.comm import ANY_GATHER, is_message, is_ring
+from autoshard.ir import Call, Node
+from autoshard.ir.collectives import is_message, is_ring, transfer_of
 from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
+from autoshard.passes.overlap.gather_once import gathers_of
 from autoshard.passes.overlap.schedule_ops import Seconds
 from autoshard.passes.stages.part_names import parts_named
 
@@ -55,21 +56,11 @@ def _gathers(item: Sequence[Statement], whole: Statements, parameters: Collectio
     """The gathers of parameters in a call, with what is between a parameter and its gather."""
     if not isinstance(whole.lowered.main[item[0].item], Call):
         return []
-    if not any(s.node.op in ANY_GATHER for s in item):
-        return []
-    known: set[str] = set()
-    derived: list[Statement] = []
-    for statement in item:
-        if statement.uses and all(v in parameters or v in known for v in statement.uses):
-            derived.append(statement)
-            known.update(statement.makes)
-    wanted: set[str] = set()
-    found: list[Statement] = []
-    for statement in reversed(derived):
-        if statement.node.op in ANY_GATHER or not wanted.isdisjoint(statement.makes):
-            found.append(statement)
-            wanted.update(statement.uses)
-    return found[::-1]
+    return gathers_of(item, parameters, _is_gather) if any(_is_gather(s.node) for s in item) else []
+
+
+def _is_gather(node: Node) -> bool:
+    return transfer_of(node) == "all_gather"
 
 
 def _waited_for(chosen: Sequence[Statement]) -> list[Statement]:
@@ -79,10 +70,10 @@ def _waited_for(chosen: Sequence[Statement]) -> list[Statement]:
     for statement in reversed(chosen):
         if not wanted.isdisjoint(statement.makes):
             found.append(statement)
-        elif statement.node.op not in ANY_GATHER:
+        elif not _is_gather(statement.node):
             continue
         wanted.update(statement.uses)
-    return found[::-1] if any(s.node.op in ANY_GATHER for s in found) else []
+    return found[::-1] if any(_is_gather(s.node) for s in found) else []
 
 
 class _Costs:

@@ -14,7 +14,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from autoshard.ir import Graph, Node, refs_of
-from autoshard.ir.comm import axes_of, is_message, is_ring
+from autoshard.ir.collectives import axes_of, is_message, is_ring
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.passes.simplify.segment_cache import SegmentCache
 

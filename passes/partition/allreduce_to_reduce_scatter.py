@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment
-
-_REDUCE, _SLICE, _SCATTER = "comm.all_reduce.default", "comm.slice.default", "comm.reduce_scatter.default"
+from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, SLICE
+from autoshard.ir.lowered import Lowered, LoweredSegment
+from autoshard.passes.rewrite import replaced_in, replaced_in_main
 
 
 def keep_part(lowered: Lowered) -> Lowered:
@@ -21,36 +21,23 @@ def keep_part(lowered: Lowered) -> Lowered:
     segments = {name: _segment(s) for name, s in lowered.segments.items()}
     uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
     made = _pairs([i for i in lowered.main if isinstance(i, Node)], uses + Counter(lowered.results))
-    main: list[Instruction] = []
-    starts: list[int] = []
-    for item in lowered.main:
-        starts.append(len(main))
-        found = made.get(item.name, item) if isinstance(item, Node) else item
-        main += [] if found is None else [found]
-    starts.append(len(main))
-    parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
-    gone = {name for name, node in made.items() if node is None}
-    values = {n: placed for n, placed in lowered.values.items() if n not in gone}
-    return replace(lowered, segments=segments, main=tuple(main), values=values, parts=parts)
+    return replace(replaced_in_main(lowered, made), segments=segments)
 
 
 def _segment(segment: LoweredSegment) -> LoweredSegment:
     graph = segment.graph
     uses = Counter(r for n in graph.nodes for r in refs_of(n)) + Counter(graph.outputs)
-    made = _pairs(graph.nodes, uses)
-    nodes = tuple(found for n in graph.nodes if (found := made.get(n.name, n)) is not None)
-    layouts = {n: lay for n, lay in segment.layouts.items() if made.get(n, ...) is not None}
-    return replace(segment, graph=replace(graph, nodes=nodes), layouts=layouts)
+    return replaced_in(segment, _pairs(graph.nodes, uses))
 
 
 def _pairs(nodes: Sequence[Node] | Collection[Node], uses: Mapping[str, int]) -> dict[str, Node | None]:
     """Name -> what stands in its place, None for nothing."""
-    sums = {n.name: n for n in nodes if n.op == _REDUCE and n.kwarg("op", "sum") == "sum"}
+    sums = {n.name: n for n in nodes if n.op == ALL_REDUCE.op and n.kwarg("op", "sum") == "sum"}
     found: dict[str, Node | None] = {}
     for node in nodes:
         source = next(refs_of(node), "")
         whole = sums.get(source)
-        if node.op == _SLICE and whole is not None and uses[source] == 1 and whole.args[1] == node.args[1]:
+        if node.op == SLICE.op and whole is not None and uses[source] == 1 and whole.args[1] == node.args[1]:
             found[source] = None
-            found[node.name] = replace(node, op=_SCATTER, args=(whole.args[0], *node.args[1:]))
+            found[node.name] = replace(node, op=REDUCE_SCATTER.op, args=(whole.args[0], *node.args[1:]))
     return found

@@ -18,20 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
 from autoshard.errors import UsageError
-from autoshard.ir import (
-    Arg,
-    LocalOffset,
-    LocalSize,
-    Node,
-    Ref,
-    ShardOf,
-    TensorType,
-    refs_of,
+from autoshard.ir import Arg, LocalOffset, LocalSize, Node, ShardOf, TensorType, refs_of
+from autoshard.ir.collectives import (
+    COLLECTIVES,
+    TensorTransfer,
+    TransferKind,
+    collective,
+    exact_transfer,
+    is_collective,
+    transfers_of,
 )
 from autoshard.ir.local_bytes import held_bytes
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, with_main
 from autoshard.ir.names import free_name
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, layout_ok, local_shape
 from autoshard.rules.local import MeshShape
@@ -107,6 +108,10 @@ class _Member:
     type: TensorType
 
 
+#: a collective over a level, and where a tensor lies after it
+_Step: TypeAlias = tuple[TransferKind, int, Callable[[_Member, int], Layout]]
+
+
 class _Refiner:
     def __init__(self, mesh: MeshShape, how: ByLevel) -> None:
         check_levels(how.levels, mesh)
@@ -119,14 +124,8 @@ class _Refiner:
         segments = {name: self._segment(s) for name, s in lowered.segments.items()}
         values = {n: self.placed(p) for n, p in lowered.values.items()}
         chain = _Chain(self, values, lowered.values)
-        main: list[Instruction] = []
-        starts: list[int] = []
-        for item in lowered.main:
-            starts.append(len(main))
-            main += chain.of(item) if isinstance(item, Node) else [item]
-        starts.append(len(main))
-        parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
-        return replace(lowered, segments=segments, main=tuple(main), values=values, parts=parts)
+        made = with_main(lowered, lambda item: chain.of(item) if isinstance(item, Node) else [item])
+        return replace(made, segments=segments, values=values)
 
     def _segment(self, segment: LoweredSegment) -> LoweredSegment:
         types = segment.graph.types()
@@ -190,86 +189,79 @@ class _Chain:
         self, refiner: _Refiner, values: dict[str, PlacedValue], old: Mapping[str, PlacedValue]
     ) -> None:
         self.refiner, self.values, self.old = refiner, values, old
-        self.taken = set(values)
+        self.taken, self.levels = set(values), range(len(refiner.ways))
         self.why: dict[str, str] = {}
 
     def of(self, node: Node) -> list[Node]:
         """A node on the new mesh, as several where it is a collective over the refined axis."""
         r = self.refiner
-        if not node.op.startswith("comm.") or node.args[1] != r.axis:
+        if not is_collective(node) or node.args[1] != r.axis:
             kwargs = tuple((k, r.symbols(v)) for k, v in node.kwargs)
             return [replace(node, args=tuple(r.symbols(a) for a in node.args), kwargs=kwargs)]
-        kind = node.op.split(".")[1].removesuffix("_bucket")
-        members = self._members(node, kind)
-        if kind == "all_gather":
-            made = self._gathers(node, members)
-        elif kind == "reduce_scatter":
-            made = self._scatters(node, members)
-        elif kind == "slice":
-            made = self._slices(node, members)
-        elif kind == "all_reduce":
-            made = self._reductions(node, members)
-        else:
-            raise CannotRefineError(f"{node.op.split('.')[1]} over {r.axis} has no form by levels")
-        self._explain(node, kind, made)
+        kind = exact_transfer(node)
+        make = {
+            "all_gather": self._gathers,
+            "reduce_scatter": self._scatters,
+            "slice": self._slices,
+            "all_reduce": self._reductions,
+        }.get(kind or "")
+        if make is None:
+            raise CannotRefineError(f"{COLLECTIVES[node.op].name} over {r.axis} has no form by levels")
+        made = make(node, self._members(node))
+        self._explain(node, made)
         return made
 
-    def _members(self, node: Node, kind: str) -> list[_Member]:
-        first = node.args[0]
-        wheres: list[tuple[int, int] | None] = [None] * len(node.outs)
-        if kind != "all_reduce" and isinstance(first, tuple):
-            if any(size is not None for _, _, _, size in node.args[2]):
-                raise CannotRefineError(f"a value is split unevenly over {self.refiner.axis}")
-            wheres = [(dim, outer) for dim, outer, _, _ in node.args[2]]
-        elif kind in ("all_gather", "reduce_scatter", "slice"):
-            if node.kwarg("size") is not None:
-                raise CannotRefineError(f"a value is split unevenly over {self.refiner.axis}")
-            wheres = [(node.args[2], node.kwarg("outer", 1))]
-        sources = list(refs_of(node))
-        rows = zip(sources, node.outs, wheres, node.types, strict=True)
-        return [_Member(s, o, w, t) for s, o, w, t in rows if t is not None]
+    def _members(self, node: Node) -> list[_Member]:
+        transfers = transfers_of(node) or ()
+        if any(t.where[3:] not in ((), (None,)) for t in transfers):
+            raise CannotRefineError(f"a value is split unevenly over {self.refiner.axis}")
+        rows = zip(transfers, node.types, strict=True)
+        return [
+            _Member(t.source, t.out, (t.where[0], t.where[1]) if t.where else None, type_)
+            for t, type_ in rows
+            if type_ is not None
+        ]
 
     # -- kinds -------------------------------------------------------------------------------------
 
     def _gathers(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Outermost level first: what goes over it is smallest then."""
-        made, at = [], [m.source for m in members]
-        for level in range(len(self.refiner.ways)):
-            last = level == len(self.refiner.ways) - 1
-            layouts = [self._between(self.values[m.source].layout, m, level + 1, R) for m in members]
-            outs = [
-                m.out if last else self._named(m, layout, level)
-                for m, layout in zip(members, layouts, strict=True)
-            ]
-            made.append(self._node(node, "all_gather", level, members, at, outs, level))
-            at = outs
-        return made
+
+        def after(m: _Member, level: int) -> Layout:
+            return self._between(self.values[m.source].layout, m, level + 1, R)
+
+        return self._by_level(node, members, [("all_gather", level, after) for level in self.levels])
 
     def _scatters(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Innermost level first: what goes over the outermost is smallest then."""
+
+        def after(m: _Member, level: int) -> Layout:
+            return self._between(self.values[m.out].layout, m, level, Partial())
+
+        return self._by_level(node, members, [("reduce_scatter", lv, after) for lv in self.levels[::-1]])
+
+    def _by_level(
+        self, node: Node, members: Sequence[_Member], steps: Sequence[_Step], base: int = 0
+    ) -> list[Node]:
+        """One collective after the other, the last of which makes the results."""
         made, at = [], [m.source for m in members]
-        for level in reversed(range(len(self.refiner.ways))):
-            layouts = [self._between(self.values[m.out].layout, m, level, Partial()) for m in members]
-            outs = [
-                m.out if not level else self._named(m, layout, level)
-                for m, layout in zip(members, layouts, strict=True)
-            ]
-            made.append(self._node(node, "reduce_scatter", level, members, at, outs, level))
+        for k, (kind, level, layout) in enumerate(steps):
+            last = k == len(steps) - 1
+            after = [(m, layout(m, level)) for m in members]
+            outs = [m.out if last else self._named(m, lay, level) for m, lay in after]
+            done = {"all_reduce": None, "slice": 0}.get(kind, level)
+            made.append(self._node(node, kind, level, members, at, outs, done, base))
             at = outs
         return made
 
     def _slices(self, node: Node, members: Sequence[_Member]) -> list[Node]:
-        (member,) = members
-        made, at = [], member.source
-        start, levels = self.refiner.at, len(self.refiner.ways)
-        for level in range(levels):
-            layout = list(self.values[member.out].layout)
-            layout[start + level + 1 : start + levels] = [R] * (levels - level - 1)
-            last = level == levels - 1
-            out = member.out if last else self._named(member, tuple(layout), level)
-            made.append(self._node(node, "slice", level, members, [at], [out], 0))
-            at = out
-        return made
+        start, levels = self.refiner.at, len(self.levels)
+
+        def after(m: _Member, level: int) -> Layout:
+            layout = self.values[m.out].layout
+            return (*layout[: start + level + 1], *[R] * (levels - level - 1), *layout[start + levels :])
+
+        return self._by_level(node, members, [("slice", level, after) for level in self.levels])
 
     def _reductions(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         """Scattered inside, reduced over the outermost level, gathered inside; one level after the other
@@ -280,37 +272,22 @@ class _Chain:
         plain = [m for m, d in zip(members, dims, strict=True) if d is None]
         made: list[Node] = []
         if plain:
-            at = [m.source for m in plain]
-            for level in reversed(range(len(self.refiner.ways))):
-                layouts = [self._reduced(m, level, op) for m in plain]
-                outs = [
-                    m.out if not level else self._named(m, lay, level)
-                    for m, lay in zip(plain, layouts, strict=True)
-                ]
-                made.append(self._node(node, "all_reduce", level, plain, at, outs, None))
-                at = outs
+            steps: list[_Step] = [
+                ("all_reduce", level, lambda m, lv: self._reduced(m, lv, op)) for level in self.levels[::-1]
+            ]
+            made += self._by_level(node, plain, steps)
         if split:
             made += self._divided_reductions(node, split)
         return made
 
     def _divided_reductions(self, node: Node, members: Sequence[_Member]) -> list[Node]:
-        levels = range(1, len(self.refiner.ways))
-        made, at = [], [m.source for m in members]
-        for level in reversed(levels):
-            outs = [self._named(m, self._inside(m, level, Partial(), Partial()), level) for m in members]
-            made.append(self._node(node, "reduce_scatter", level, members, at, outs, level, base=1))
-            at = outs
-        outs = [self._named(m, self._inside(m, 1, R, R), 0) for m in members]
-        made.append(self._node(node, "all_reduce", 0, members, at, outs, None))
-        at = outs
-        for level in levels:
-            last = level == len(self.refiner.ways) - 1
-            outs = [
-                m.out if last else self._named(m, self._inside(m, level + 1, R, R), level) for m in members
-            ]
-            made.append(self._node(node, "all_gather", level, members, at, outs, level, base=1))
-            at = outs
-        return made
+        inner, part = self.levels[1:], Partial()
+        steps: list[_Step] = [
+            *(("reduce_scatter", k, lambda m, lv: self._inside(m, lv, part, part)) for k in inner[::-1]),
+            ("all_reduce", 0, lambda m, lv: self._inside(m, 1, R, R)),
+            *(("all_gather", k, lambda m, lv: self._inside(m, lv + 1, R, R)) for k in inner),
+        ]
+        return self._by_level(node, members, steps, base=1)
 
     # -- placements between steps ------------------------------------------------------------------
 
@@ -372,7 +349,7 @@ class _Chain:
     def _node(
         self,
         node: Node,
-        kind: str,
+        kind: TransferKind,
         level: int,
         members: Sequence[_Member],
         sources: Sequence[str],
@@ -383,39 +360,31 @@ class _Chain:
         """One step. done: how many levels lie outside the split, None for a step that splits nothing."""
         ways, name = self.refiner.ways, self.refiner.names[level]
         blocks = 1 if done is None else prod(ways[base:done])
-        op = (("op", node.kwarg("op")),) if kind == "all_reduce" and node.kwarg("op") else ()
-        types = tuple(m.type for m in members)
-        refs = tuple(Ref(s) for s in sources)
-        wheres = [(m.where[0], m.where[1] * blocks) for m in members if m.where is not None]
-        if len(members) == 1:
-            args: tuple[Arg, ...] = (refs[0], name)
-            kwargs: tuple[tuple[str, Arg], ...] = op
-            if done is not None:
-                dim, outer = wheres[0]
-                args = (*args, dim)
-                kwargs = (("outer", outer),) if outer != 1 else ()
-            return Node(f"comm.{kind}.default", args, kwargs, tuple(outs), types, node.origin, node.backward)
-        args = (refs, name)
-        if done is not None:
-            args = (*args, tuple((dim, outer, 1, None) for dim, outer in wheres))
-        return Node(f"comm.{kind}_bucket.default", args, op, tuple(outs), types, node.origin, node.backward)
+        wheres: list[tuple[Arg, ...]] = [
+            () if done is None or m.where is None else (m.where[0], m.where[1] * blocks, 1, None)
+            for m in members
+        ]
+        rows = zip(sources, outs, wheres, strict=True)
+        moves, types = [TensorTransfer(*row) for row in rows], [m.type for m in members]
+        reduce = node.kwarg("op") if kind == "all_reduce" else None
+        return collective(kind, name, moves, types, node.origin, node.backward, reduce=reduce)
 
-    def _explain(self, node: Node, kind: str, made: Sequence[Node]) -> None:
-        if kind == "slice":
+    def _explain(self, node: Node, made: Sequence[Node]) -> None:
+        spec = COLLECTIVES[node.op]
+        if not spec.primitive:
             return
-        flat = self.refiner.how.seconds(
-            kind, self._bytes(node, self.old, self.refiner.old), self.refiner.axis
-        )
+        nbytes = self._bytes(node, self.old, self.refiner.old)
+        flat = self.refiner.how.seconds(spec.primitive, nbytes, self.refiner.axis)
         apart = 0.0
         for step in made:
-            own = step.op.split(".")[1].removesuffix("_bucket")
             nbytes = self._bytes(step, self.values, self.refiner.mesh)
-            apart += self.refiner.how.seconds(own, nbytes, str(step.args[1]))
+            primitive = COLLECTIVES[step.op].primitive
+            apart += self.refiner.how.seconds(primitive, nbytes, str(step.args[1]))
         reason = f"by level: {apart * 1e6:.0f} us, in one {flat * 1e6:.0f} us"
         self.why.update((step.name, reason) for step in made)
 
     def _bytes(self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape) -> float:
         """Of the whole tensors on the fullest rank, as `cost.collective` counts them."""
-        names = node.outs if "all_gather" in node.op else refs_of(node)
+        names = node.outs if COLLECTIVES[node.op].gathers else refs_of(node)
         placed = [values[name] for name in names]
         return float(sum(held_bytes(p.type, p.layout, mesh.sizes) for p in placed))

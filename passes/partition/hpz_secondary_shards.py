@@ -20,7 +20,15 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
-from autoshard.ir.comm import BUCKET_BYTES, GATHERS, SCATTERS, wheres_of
+from autoshard.ir.collectives import (
+    BUCKET_BYTES,
+    TensorTransfer,
+    collective,
+    exact_transfer,
+    kept_outs,
+    moved_by,
+    transfers_of,
+)
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
 from autoshard.ir.names import free_name
 from autoshard.ir.placement import Layout
@@ -63,27 +71,6 @@ def secondary_shards(
 # -- parameters ----------------------------------------------------------------------------------------
 
 
-def _members(node: Node) -> list[tuple[str, str, object]]:
-    """(source, output, where) of a gather or reduction that splits or joins."""
-    return list(zip(refs_of(node), node.outs, wheres_of(node), strict=True))
-
-
-def _only(node: Node, chosen: Collection[str]) -> Node | None:
-    """A collective of several tensors without those whose results are not chosen; None if none is left."""
-    members = [(s, o, w) for s, o, w in _members(node) if o in chosen]
-    if len(members) == len(node.outs):
-        return node
-    if not members:
-        return None
-    types = dict(zip(node.outs, node.types, strict=True))
-    return replace(
-        node,
-        args=(tuple(Ref(s) for s, _, _ in members), node.args[1], tuple(w for _, _, w in members)),
-        outs=tuple(o for _, o, _ in members),
-        types=tuple(types[o] for _, o, _ in members),
-    )
-
-
 @dataclass(frozen=True)
 class _Made:
     """How a segment makes copies. copy: input -> its copy. steps: per axis, gathers of the segment."""
@@ -98,9 +85,9 @@ def _made_in(nodes: Collection[Node], sources: Collection[str], axes: tuple[str,
     copy: dict[str, str] = {}
     steps: list[Node] = []
     for node in nodes:
-        if node.op not in GATHERS or node.args[1] not in axes:
+        if exact_transfer(node) != "all_gather" or node.args[1] not in axes:
             continue
-        for source, out, _ in _members(node):
+        for source, out in moved_by(node):
             root, done = level.get(source, ("", -1))
             if done >= 0 and axes[done] == node.args[1]:
                 level[out] = (root, done + 1)
@@ -109,7 +96,7 @@ def _made_in(nodes: Collection[Node], sources: Collection[str], axes: tuple[str,
         steps.append(node)
     roots = {out: root for out, (root, _) in level.items()}
     chosen = {out for out, root in roots.items() if root in copy and out != root}
-    kept = [n for s in steps if (n := _only(s, chosen)) is not None]
+    kept = [n for s in steps if (n := kept_outs(s, chosen)) is not None]
     return _Made(copy, tuple(kept))
 
 
@@ -238,7 +225,7 @@ class _Copies:
         chosen: set[str] = set()
         needed = set(wanted)
         for node in reversed(made.steps):
-            for source, out, _ in _members(node):
+            for source, out in moved_by(node):
                 if out in needed:
                     chosen.add(out)
                     needed.add(source)
@@ -246,10 +233,10 @@ class _Copies:
         types = self.lowered.segments[item.segment].graph.types()
         found: list[Node] = []
         for node in made.steps:
-            kept = _only(node, chosen)
+            kept = kept_outs(node, chosen)
             if kept is None:
                 continue
-            for source, out, _ in _members(kept):
+            for source, out in moved_by(kept):
                 step = self._step_name(names.get(source, source), node)
                 own = self._name(wanted[out], stage) if out in wanted else step
                 names[out] = own
@@ -289,8 +276,8 @@ class _Copies:
             dropped = {o for n in made.steps for o in n.outs}
             nodes: list[Node] = []
             for node in segment.graph.nodes:
-                if node.op in GATHERS and node.args[1] in self.how.copies:
-                    kept = _only(node, set(node.outs) - dropped)
+                if exact_transfer(node) == "all_gather" and node.args[1] in self.how.copies:
+                    kept = kept_outs(node, set(node.outs) - dropped)
                     nodes += [] if kept is None else [kept]
                 else:
                     nodes.append(node)
@@ -306,7 +293,11 @@ class _Copies:
 
     @staticmethod
     def _first(nodes: Collection[Node], copies: Set[str]) -> list[str]:
-        return [n.name for n in nodes if n.op in GATHERS and not copies.isdisjoint(set(refs_of(n)))]
+        return [
+            n.name
+            for n in nodes
+            if exact_transfer(n) == "all_gather" and not copies.isdisjoint(set(refs_of(n)))
+        ]
 
     # -- the program with them -------------------------------------------------------------------------
 
@@ -361,11 +352,9 @@ def _moved(node: Node, names: Mapping[str, str], label: str) -> Node:
 
 @dataclass
 class _Bucket:
-    """Gradients that wait for one message. where: what each scatters."""
+    """Gradients that wait for one message."""
 
-    sources: list[str] = field(default_factory=list)
-    outs: list[str] = field(default_factory=list)
-    wheres: list[object] = field(default_factory=list)
+    moves: list[TensorTransfer] = field(default_factory=list)
     nbytes: float = 0.0
 
 
@@ -413,9 +402,9 @@ class _Waiting:
             at = out
             while at in inside and at in makers:
                 node = makers[at]
-                if node.op not in SCATTERS or node.args[1] not in self.axes:
+                if exact_transfer(node) != "reduce_scatter" or node.args[1] not in self.axes:
                     break
-                only = _only(node, {at})
+                only = kept_outs(node, {at})
                 assert only is not None
                 steps.insert(0, only)
                 gone.add(at)
@@ -426,8 +415,8 @@ class _Waiting:
             return segment, {}
         nodes: list[Node] = []
         for node in graph.nodes:
-            if node.op in SCATTERS and not gone.isdisjoint(node.outs):
-                kept = _only(node, set(node.outs) - gone)
+            if exact_transfer(node) == "reduce_scatter" and not gone.isdisjoint(node.outs):
+                kept = kept_outs(node, set(node.outs) - gone)
                 nodes += [] if kept is None else [kept]
             else:
                 nodes.append(node)
@@ -468,10 +457,7 @@ class _Waiting:
                 type_ = node.types[0]
                 assert type_ is not None
                 bucket = waiting.setdefault(type_.dtype, _Bucket())
-                ((source, out, where),) = _members(node)
-                bucket.sources.append(source)
-                bucket.outs.append(out)
-                bucket.wheres.append(where)
+                bucket.moves += transfers_of(node) or ()
                 bucket.nbytes += type_.nbytes
                 if bucket.nbytes >= BUCKET_BYTES:
                     made.append(self._message(axis, waiting.pop(type_.dtype)))
@@ -479,7 +465,5 @@ class _Waiting:
         return made
 
     def _message(self, axis: str, bucket: _Bucket) -> Node:
-        types = tuple(self.values[o].type for o in bucket.outs)
-        refs = tuple(Ref(s) for s in bucket.sources)
-        args = (refs, axis, tuple(bucket.wheres))
-        return Node(SCATTERS[1], args, (), tuple(bucket.outs), types, Origin(), True)
+        types = [self.values[t.out].type for t in bucket.moves]
+        return collective("reduce_scatter", axis, bucket.moves, types, Origin(), True, bucket=True)

@@ -13,6 +13,7 @@ from itertools import count
 
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Arg, Call, Folded, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
+from autoshard.ir.collectives import TensorTransfer, TransferKind, collective, is_collective
 from autoshard.ir.flow import Flow, Place
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.placement import Layout, Shard
@@ -71,7 +72,7 @@ class ReshardEmitter:
 
 def collective_node(
     mesh: MeshShape,
-    kind: str,
+    kind: TransferKind,
     axis: int,
     value: str,
     type_: TensorType,
@@ -82,29 +83,20 @@ def collective_node(
 ) -> Node:
     """The collective over an axis (its number) that brings a value from one layout into another.
 
-    type_: global. layouts: before and after, which differ on the axis. kind: as in ``comm.<kind>``.
+    type_: global. layouts: before and after, which differ on the axis.
     """
     source, target = layouts
-    kwargs: list[tuple[str, object]] = []
-    args: tuple[object, ...]
-    if kind == "all_reduce":
-        args = (Ref(value), mesh.names[axis])
-        reduce = getattr(source[axis], "reduce", "sum")
-        kwargs = [("op", reduce)] if reduce != "sum" else []
-    elif kind == "all_to_all":
-        split = _digit(mesh, type_, target, axis)
-        joined = _digit(mesh, type_, source, axis)
-        args = (Ref(value), mesh.names[axis], split[0], joined[0])
-        kwargs = [("split_outer", split[1]), ("concat_outer", joined[1])]
-        kwargs = [(k, v) for k, v in kwargs if v != 1]
-    else:
+    reduce = getattr(source[axis], "reduce", "sum") if kind == "all_reduce" else "sum"
+    where: tuple[Arg, ...] = ()
+    if kind == "all_to_all":
+        split, joined = _digit(mesh, type_, target, axis), _digit(mesh, type_, source, axis)
+        where = (split[0], joined[0], split[1], joined[1])
+    elif kind != "all_reduce":
         dim, outer, inner, size = _digit(mesh, type_, source if kind == "all_gather" else target, axis)
-        args = (Ref(value), mesh.names[axis], dim)
-        kwargs = [("outer", outer)] if outer != 1 else []
-        if size is not None:
-            kwargs += [("inner", inner)] if inner != 1 else []
-            kwargs += [("size", size)]
-    return Node(f"comm.{kind}.default", args, tuple(kwargs), (out,), (type_,), origin, backward)
+        where = (dim, outer, 1 if size is None else inner, size)
+    moved = TensorTransfer(value, out, where)
+    said = reduce if reduce != "sum" else None
+    return collective(kind, mesh.names[axis], (moved,), (type_,), origin, backward, reduce=said)
 
 
 def _digit(mesh: MeshShape, type_: TensorType, layout: Layout, axis: int) -> tuple[int, int, int, Arg]:
@@ -329,7 +321,7 @@ def _needed(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ...]:
     used = set(outputs)
     kept: list[Node] = []
     for node in reversed(nodes):
-        if not node.op.startswith("comm.") or not used.isdisjoint(node.outs):
+        if not is_collective(node) or not used.isdisjoint(node.outs):
             kept.append(node)
             used.update(refs_of(node))
     return tuple(reversed(kept))

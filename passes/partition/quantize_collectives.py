@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from autoshard.errors import UsageError
-from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
-from autoshard.ir.comm import ANY_GATHER, GATHER_Q, GATHERS, SCATTER_Q, SCATTERS, wheres_of
+from autoshard.ir import DTYPES, Call, Graph, Node, Ref, refs_of
+from autoshard.ir.collectives import ALL_GATHER_Q, REDUCE_SCATTER_Q, exact_transfer, transfer_of, wheres_of
 from autoshard.ir.local_bytes import held_numel
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.quantized import packed_bytes
+from autoshard.passes.rewrite import replaced_in, replaced_in_main
 from autoshard.passes.simplify.activations import Activations
 from autoshard.rules.local import MeshShape
 from autoshard.rules.quantized_gather import FLOATS, rows_of_rank
@@ -34,7 +35,6 @@ from autoshard.rules.quantized_gather import FLOATS, rows_of_rank
 GROUP = 256
 #: the smallest number of elements that may share a scale (`kernels.quant`)
 _LEAST = 32
-_REDUCTIONS = (*SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
 _ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$|^int(8)-(activations)$")
 #: what a collective moves
 Kind: TypeAlias = Literal["weights", "gradients", "activations"]
@@ -127,35 +127,14 @@ def quantise_collectives(lowered: Lowered, sent: Sent, mesh: MeshShape, how: Qua
         uses = Counter(r for n in segment.graph.nodes for r in refs_of(n)) + Counter(segment.graph.outputs)
         kinds = {n.name: k for n in segment.graph.nodes if (k := kind(n, name)) is not None}
         found = chosen.among([n for n in segment.graph.nodes if n.name in kinds], kinds, uses, values)
-        nodes = tuple(made for n in segment.graph.nodes if (made := found.nodes.get(n.name, n)) is not None)
-        left = {n for n, _ in segment.graph.inputs} | {o for n in nodes for o in n.outs}
-        layouts = {n: layout for n, layout in segment.layouts.items() if n in left}
-        graph = replace(segment.graph, nodes=nodes)
-        segments[name] = LoweredSegment(graph, layouts, {**segment.why, **found.why})
+        made = replaced_in(segment, found.nodes)
+        segments[name] = replace(made, why={**segment.why, **found.why})
     uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
     nodes_of_main = [i for i in lowered.main if isinstance(i, Node)]
     kinds = {n.name: k for n in nodes_of_main if (k := kind(n, "")) is not None}
     own = [n for n in nodes_of_main if n.name in kinds]
     found = chosen.among(own, kinds, uses + Counter(lowered.results), lowered.values)
-    return replace(_with(lowered, found.nodes), segments=segments)
-
-
-def _with(lowered: Lowered, found: Mapping[str, Node | None]) -> Lowered:
-    """The program with other nodes in main, by name; None for one that is gone."""
-    main: list[Instruction] = []
-    starts: list[int] = []
-    gone: set[str] = set()
-    for item in lowered.main:
-        starts.append(len(main))
-        made = found.get(item.name, item) if isinstance(item, Node) else item
-        if made is None:
-            gone.update(item.outs)
-        else:
-            main.append(made)
-    starts.append(len(main))
-    parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
-    values = {n: placed for n, placed in lowered.values.items() if n not in gone}
-    return replace(lowered, main=tuple(main), values=values, parts=parts)
+    return replace(replaced_in_main(lowered, found.nodes), segments=segments)
 
 
 @dataclass(frozen=True)
@@ -184,7 +163,7 @@ class _Chosen:
         Gathers of the same tensors over one axis after the other are one: rounded once, and unpacked once.
         """
         found = _Found({}, {})
-        gathered = {o for n in nodes if n.op in GATHERS for o in n.outs}
+        gathered = {o for n in nodes if exact_transfer(n) == "all_gather" for o in n.outs}
         for chain in _chains(nodes, uses):
             kind = kinds[chain[0].name]
             if kind == "activations" and not gathered.isdisjoint(refs_of(chain[0])):
@@ -225,8 +204,8 @@ class _Chosen:
         if fewer >= exact:
             return None, ""
         over = axes if len(axes) > 1 else axes[0]
-        args = (self._sources(first), over, wheres_of(first), bits, group)
-        made = replace(last, op=GATHER_Q if gathers else SCATTER_Q, args=args, kwargs=())
+        args = (tuple(map(Ref, sources)), over, wheres_of(first), bits, group)
+        made = replace(last, op=(ALL_GATHER_Q if gathers else REDUCE_SCATTER_Q).op, args=args, kwargs=())
         reason = (
             f"int{allowed} {kind}: {fewer * 1e6:.0f} us, exact {exact * 1e6:.0f} us; "
             f"{volume:.2g} x less to send"
@@ -274,18 +253,13 @@ class _Chosen:
         fewer = copy(3 * ways * own + ways * packed) + message("all_to_all", ways * packed, axis)
         return exact, fewer + copy(ways * packed + own), own / packed
 
-    @staticmethod
-    def _sources(node: Node) -> tuple[object, ...]:
-        first = node.args[0]
-        return first if isinstance(first, tuple) else (first,)
-
 
 def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]]:
     """Nodes in rows: a gather stands before the one that alone reads its results, all of them in order."""
-    before = {node.outs: node for node in nodes if node.op in GATHERS}
+    before = {node.outs: node for node in nodes if exact_transfer(node) == "all_gather"}
     follows: dict[str, Node] = {}
     for node in nodes:
-        first = before.get(tuple(refs_of(node))) if node.op in GATHERS else None
+        first = before.get(tuple(refs_of(node))) if exact_transfer(node) == "all_gather" else None
         if first is not None and all(uses[o] == 1 for o in first.outs):
             follows[first.name] = node
     later = {n.name for n in follows.values()}
@@ -338,12 +312,12 @@ class Weights:
     @staticmethod
     def _gathered(nodes: Collection[Node], found: set[str]) -> None:
         for node in nodes:
-            if node.op in ANY_GATHER:
+            if transfer_of(node) == "all_gather":
                 found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
 
     def are_gathered(self, node: Node, inside: str) -> bool:
         """Whether a node gathers parameters and nothing else."""
-        return node.op in GATHERS and all(r in self.inside[inside] for r in refs_of(node))
+        return exact_transfer(node) == "all_gather" and all(r in self.inside[inside] for r in refs_of(node))
 
 
 class Gradients:
@@ -378,7 +352,8 @@ class Gradients:
                 uses.setdefault(name, []).append(node)
         found = set(ends)
         for node in reversed(list(nodes)):
-            if node.op in _REDUCTIONS and node.kwarg("op", "sum") == "sum":
+            reduces = exact_transfer(node) in ("reduce_scatter", "all_reduce")
+            if reduces and node.kwarg("op", "sum") == "sum":
                 for out, source in zip(node.outs, refs_of(node), strict=True):
                     if out in found and len(uses[source]) == 1:
                         found.add(source)
@@ -386,4 +361,4 @@ class Gradients:
 
     def are_scattered(self, node: Node, inside: str) -> bool:
         """Whether a node scatters sums of gradients and nothing else."""
-        return node.op in SCATTERS and all(o in self.inside[inside] for o in node.outs)
+        return exact_transfer(node) == "reduce_scatter" and all(o in self.inside[inside] for o in node.outs)

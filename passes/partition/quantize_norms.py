@@ -12,13 +12,14 @@ from dataclasses import replace
 from math import prod
 
 from autoshard.ir import DTYPES, Dtype, Node, Ref
-from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
+from autoshard.ir.collectives import ALL_GATHER_Q, ALL_GATHER_WIRE
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.names import free_name
+from autoshard.ir.quantized import WIRE_BITS
 from autoshard.passes.fuse.norm_patterns import UseIndex
 from autoshard.passes.fuse.norm_statistics import NORM, usual
 from autoshard.rules.local import MeshShape
-from autoshard.rules.quantized_gather import BITS, NORMS, WIRED, rows_of_rank, wire_of
+from autoshard.rules.quantized_gather import NORMS, WIRED, rows_of_rank, wire_of
 
 
 def quantise_norms(lowered: Lowered, mesh: MeshShape) -> Lowered:
@@ -48,7 +49,7 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
         fused = replace(norm, op=made, args=(*norm.args, group), outs=tuple(outs), types=tuple(types))
         args = (Ref(name), gather.args[1], gather.args[2][0], group, shape, Dtype(placed.type.dtype))
         changed[norm.name] = fused
-        changed[gather.name] = replace(gather, op=GATHER_WIRE, args=args)
+        changed[gather.name] = replace(gather, op=ALL_GATHER_WIRE.op, args=args)
         del layouts[rows]
         layouts[name] = wire.layout
         written = prod(shape) * DTYPES[placed.type.dtype][1] / 2**20
@@ -63,14 +64,14 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
 
 def _norm_before(gather: Node, index: UseIndex) -> Node | None:
     """The norm whose rows a quantised gather takes, if nothing else does."""
-    if gather.op != GATHER_Q or gather.args[3] != (BITS,) or not isinstance(gather.args[1], str):
+    if gather.op != ALL_GATHER_Q.op or gather.args[3] != (WIRE_BITS,) or not isinstance(gather.args[1], str):
         return None
     (rows,) = gather.args[0]
     norm = index.made_by(rows, *WIRED, NORM)
     norm = _as_kernel(norm) if norm is not None and norm.op == NORM else norm
     if norm is None or norm.outs[NORMS[WIRED[norm.op]][0]] != rows.name:
         return None
-    return norm if index.only_use(rows.name, GATHER_Q) is gather else None
+    return norm if index.only_use(rows.name, ALL_GATHER_Q.op) is gather else None
 
 
 def _as_kernel(norm: Node) -> Node | None:

@@ -19,18 +19,18 @@ from heapq import heapify, heappop, heappush
 from math import prod
 
 from autoshard.ir import Graph, Node, Ref, TensorType, refs_of
-from autoshard.ir.comm import GATHER_MM, MM_SCATTER, is_message
+from autoshard.ir.collectives import ALL_GATHER, ALL_GATHER_MM, MM_REDUCE_SCATTER, REDUCE_SCATTER, is_message
 from autoshard.ir.lowered import Lowered, LoweredSegment
+from autoshard.ir.views import RESHAPES, TRANSPOSES
 from autoshard.passes.fuse.fuse_bias import fused
 from autoshard.passes.overlap.schedule_ops import Seconds, shortest
+from autoshard.passes.segment_parts import derived_values
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.rules.local import MeshShape, symbolic_shape
 
-_GATHER, _SCATTER = "comm.all_gather.default", "comm.reduce_scatter.default"
 _MM, _ADD = "aten.mm.default", "aten.add.Tensor"
-_VIEWS = ("aten.reshape.default", "aten.view.default")
 #: what a parameter may go through before it is a factor
-_LIGHT = (*_VIEWS, "aten.t.default", "aten.transpose.int", "aten.permute.default", _GATHER)
+_LIGHT = RESHAPES | TRANSPOSES | {ALL_GATHER.op}
 #: a ring has to save this share of its segment
 _WORTH = 1e-3
 
@@ -65,35 +65,17 @@ def ring_products(
 
     parameters: inputs of the program that are. gradients: values of main that are results.
     """
-    stored, grads = _stored(lowered, parameters), _grads(lowered, gradients)
+    stored = derived_values(lowered, parameters, lambda node: node.op in _LIGHT)
+    grads = _grads(lowered, gradients)
 
     def made(name: str, segment: LoweredSegment) -> LoweredSegment:
-        own, out = stored.get(name, frozenset()), grads.get(name, frozenset())
+        own, out = frozenset(stored.get(name, ())), grads.get(name, frozenset())
         return known.of("rings", segment, (own, out, how), lambda: _Segment(segment, own, out, how).run())
 
     return replace(lowered, segments={name: made(name, s) for name, s in lowered.segments.items()})
 
 
 # -- what belongs to parameters ----------------------------------------------------------------------------
-
-
-def _stored(lowered: Lowered, parameters: Collection[str]) -> dict[str, frozenset[str]]:
-    """Segment -> its values that are parameters, looked at or placed in whatever way."""
-    known = set(parameters)
-    found: dict[str, set[str]] = {}
-    for item in lowered.main:
-        if isinstance(item, Node):
-            if item.op in _LIGHT and known.issuperset(refs_of(item)):
-                known.update(item.outs)
-            continue
-        graph = lowered.segments[item.segment].graph
-        own = found.setdefault(item.segment, set())
-        own |= {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in known}
-        for node in graph.nodes:
-            if node.op in _LIGHT and own.issuperset(refs_of(node)):
-                own.update(node.outs)
-        known |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
-    return {name: frozenset(own) for name, own in found.items()}
 
 
 def _grads(lowered: Lowered, gradients: Collection[str]) -> dict[str, frozenset[str]]:
@@ -109,7 +91,7 @@ def _grads(lowered: Lowered, gradients: Collection[str]) -> dict[str, frozenset[
         own = found.setdefault(item.segment, set())
         own |= {inner for o, inner in zip(item.outs, graph.outputs, strict=True) if o in known}
         for node in reversed(graph.nodes):
-            if (node.op in _LIGHT or node.op == _SCATTER) and not own.isdisjoint(node.outs):
+            if (node.op in _LIGHT or node.op == REDUCE_SCATTER.op) and not own.isdisjoint(node.outs):
                 own.update(refs_of(node))
         known |= {arg for (n, _), arg in zip(graph.inputs, item.args, strict=True) if n in own}
     return {name: frozenset(own) for name, own in found.items()}
@@ -166,7 +148,7 @@ class _Segment:
         for node in self.segment.graph.nodes:
             out = node.name
             rank = len(self.types[out].shape) if out in self.types else 0
-            if node.op != _GATHER or not self._fits(node, rank) or out in self.stored:
+            if node.op != ALL_GATHER.op or not self._fits(node, rank) or out in self.stored:
                 continue
             type_ = self.types[out]
             flat = TensorType((prod(type_.shape[:-1]), type_.shape[-1]), type_.dtype)
@@ -184,7 +166,7 @@ class _Segment:
     def _scatters(self) -> Iterator[list[_Found]]:
         for node in self.segment.graph.nodes:
             type_ = node.types[0]
-            if node.op != _SCATTER or type_ is None or not self._fits(node, len(type_.shape)):
+            if node.op != REDUCE_SCATTER.op or type_ is None or not self._fits(node, len(type_.shape)):
                 continue
             if node.name in self.grads:
                 continue
@@ -193,7 +175,7 @@ class _Segment:
             if products:
                 shape = symbolic_shape(type_.shape, self.segment.layouts[node.name], self.how.mesh)
                 factors = tuple(a for n in products for a in n.args)
-                ring = replace(node, op=MM_SCATTER, args=(factors, *node.args[1:], shape))
+                ring = replace(node, op=MM_REDUCE_SCATTER.op, args=(factors, *node.args[1:], shape))
                 yield [_Found(ring, node.name, frozenset(gone))]
 
     def _fits(self, node: Node, rank: int) -> bool:
@@ -203,7 +185,7 @@ class _Segment:
 
     def _views(self, name: str, type_: TensorType) -> list[str]:
         """Views of a value that have a type."""
-        return [n.name for n in self.users.get(name, ()) if n.op in _VIEWS and n.types[0] == type_]
+        return [n.name for n in self.users.get(name, ()) if n.op in RESHAPES and n.types[0] == type_]
 
     def _is_weight(self, factor: object, gathered: str) -> bool:
         """Whether a factor is an input of the segment, looked at in some way, and not what is gathered."""
@@ -242,7 +224,7 @@ class _Segment:
         if node is None or self.uses[name] != 1 or self.types[name] != type_:
             return None
         gone.add(name)
-        if node.op in _VIEWS and len(type_.shape) > 2:
+        if node.op in RESHAPES and len(type_.shape) > 2:
             name = next(refs_of(node))
             flat = TensorType((prod(type_.shape[:-1]), type_.shape[-1]), type_.dtype)
             node = self.makers.get(name)
@@ -258,7 +240,7 @@ def _gather_of(gather: Node, products: Sequence[Node]) -> _Found:
     factors = (gather.args[0], *(n.args[1] for n in products))
     ring = replace(
         gather,
-        op=GATHER_MM,
+        op=ALL_GATHER_MM.op,
         args=(factors, *gather.args[1:]),
         outs=(gather.name, *names),
         types=(gather.types[0], *(n.types[0] for n in products)),
@@ -269,7 +251,7 @@ def _gather_of(gather: Node, products: Sequence[Node]) -> _Found:
 def _note(ring: Node, before: float, after: float) -> str:
     """What a ring does to the seconds of its segment."""
     axis, factors = ring.args[1], len(ring.args[0])
-    products = factors - 1 if ring.op == GATHER_MM else factors // 2
+    products = factors - 1 if ring.op == ALL_GATHER_MM.op else factors // 2
     beside = f"{products} products" if products > 1 else "its product"
     return f"chunks go round {axis} beside {beside}: {before * 1e6:.0f} us, now {after * 1e6:.0f} us"
 
@@ -280,7 +262,7 @@ def _with(segment: LoweredSegment, ring: _Found) -> LoweredSegment:
     gone = ring.gone - {ring.at}
     nodes = [ring.node if n.name == ring.at else n for n in graph.nodes if n.name not in gone]
     used = Counter(r for n in nodes for r in refs_of(n)) + Counter(graph.outputs)
-    nodes = [n for n in nodes if n.op not in _VIEWS or used[n.name]]
+    nodes = [n for n in nodes if n.op not in RESHAPES or used[n.name]]
     nodes = _sorted(nodes)
     made = Graph(graph.name, graph.inputs, tuple(nodes), graph.outputs)
     known = made.types()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from autoshard.ir import Call, Graph, Node, Ref
-from autoshard.ir.comm import is_ring
+from autoshard.ir import Call, Graph, Node
+from autoshard.ir.collectives import exact_transfer, is_ring, moved_by
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.rings import ring_of
 
 #: (place of a call in main, value of its segment), or the name of an input of the program
 Origin: TypeAlias = "tuple[int, str] | str"
-
-#: collectives that give the same tensor in another layout; a partial sum stands for the whole sum
-_MOVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
 
 
 class Origins:
@@ -33,7 +30,7 @@ class Origins:
                 for out, inner in zip(item.outs, outputs, strict=True):
                     self._main[out] = self.inside(k, inner)
             else:
-                self._main.update((o, self.of(s)) for o, s in _moved(item))
+                self._main.update((o, self.of(s)) for s, o in _moved(item))
 
     def of(self, value: str) -> Origin:
         """Where a value of main is made."""
@@ -49,22 +46,16 @@ class Origins:
 
 
 def _moved(node: Node) -> list[tuple[str, str]]:
-    """(out, source) for a collective that only changes layouts."""
+    """(source, out) for a collective that only changes layouts; a partial sum stands for the whole sum."""
     ring = ring_of(node) if is_ring(node) else None
     if ring is not None and ring.gathers:
-        return [(node.outs[0], ring.moved)]
-    kind = node.op.split(".")[1].removesuffix("_bucket") if node.op.startswith("comm.") else ""
-    if kind not in _MOVES:
-        return []
-    first = node.args[0]
-    sources = first if isinstance(first, tuple) else (first,)
-    assert all(isinstance(s, Ref) for s in sources)
-    return [(out, s.name) for out, s in zip(node.outs, sources, strict=True)]
+        return [(ring.moved, node.outs[0])]
+    return moved_by(node) if exact_transfer(node) is not None else []
 
 
 def _roots(graph: Graph) -> dict[str, str]:
     """Value -> the one that it is in another layout."""
     found: dict[str, str] = {}
     for node in graph.nodes:
-        found.update((out, found.get(source, source)) for out, source in _moved(node))
+        found.update((out, found.get(source, source)) for source, out in _moved(node))
     return found

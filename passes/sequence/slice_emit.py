@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType, refs_of, substitute
+from autoshard.ir.collectives import COLLECTIVES, TransferKind
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Layout, Placement, R, Shard, local_extent
 from autoshard.ir.statements import Statement
@@ -197,7 +198,7 @@ class SliceEmitter:
         for k in axes:
             to: Placement = want.layout[k]
             target: Layout = (*at[:k], to, *at[k + 1 :])
-            kind = "all_gather" if to == R else "slice"
+            kind: TransferKind = "all_gather" if to == R else "slice"
             last = end if k == axes[-1] else f"{end}_{self.of.mesh.names[k]}"
             own = self.inner(inner, last)
             if own not in self.group.made:
@@ -296,7 +297,7 @@ class SliceEmitter:
 
     def _collective(self, way: SlicedStatement) -> Node:
         """A collective of a slice: it counts other blocks and sizes."""
-        node, kind = self.node, self.node.op.split(".")[1]
+        node, kind = self.node, COLLECTIVES[self.node.op].transfer
         (inner,), (source,), (made,) = refs_of(node), self.statement.uses, self.statement.makes
         if kind == "all_reduce":
             return node

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from autoshard.errors import UsageError
 from autoshard.ir import Joint, Port, TensorType
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.statements import Statement, Statements
 from autoshard.passes.simplify.causal_masks import CausalMasks
@@ -127,7 +128,7 @@ class _Finder:
             self.free.update(statement.makes)
             self._label(statement)
             return self._whole(statement)
-        if statement.node.op.startswith("comm."):
+        if is_collective(statement.node):
             return self._moved(statement, have)
         divided = [k for k, p in enumerate(have) if isinstance(p, Shard)]
         if statement.node.op in (ATTENTION, ATTENTION_BACKWARD) and len(divided) > 1:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
+from autoshard.ir.collectives import ALL_REDUCE, SLICE
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
 from autoshard.ir.placement import P, R
 from autoshard.ir.statements import Statement, Statements, by_part, firsts_of, statements_of
@@ -57,7 +58,7 @@ class _Slicer:
         #: results that are put together of their slices
         self.joined = {v for _, v in pairs if places.of.get(v, R) != R} - summed
         outer = Namer({*self.whole.values, *(o for i in lowered.main for o in i.outs)})
-        moved = {s.makes[0]: s.uses[0] for s in self.whole.all if s.node.op == "comm.slice.default"}
+        moved = {s.makes[0]: s.uses[0] for s in self.whole.all if s.node.op == SLICE.op}
         forward = {v for s in self.whole.all if not s.backward for v in s.makes}
         again = {
             v: f
@@ -145,7 +146,7 @@ def _summed(whole: Statements, grads: set[str]) -> frozenset[str]:
             users.setdefault(value, set()).add(statement.makes)
     found = {v for v in grads if v not in users}
     for statement in whole.all:
-        last = statement.node.op == "comm.all_reduce.default" and statement.makes[0] in found
+        last = statement.node.op == ALL_REDUCE.op and statement.makes[0] in found
         if last and len(users[statement.uses[0]]) == 1:
             found.add(statement.uses[0])
     return frozenset(found)

@@ -17,7 +17,7 @@ from functools import reduce
 from operator import or_
 
 from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.comm import GATHERS
+from autoshard.ir.collectives import exact_transfer, wheres_of
 from autoshard.ir.lowered import Instruction, Lowered
 from autoshard.rules.quantized_gather import FLOATS
 
@@ -116,22 +116,16 @@ class Activations:
 
     def _joins(self, node: Node, inside: str) -> bool:
         """Rows are whole: their last dim is not the one that is joined."""
-        if node.op not in GATHERS or not self._results[inside].isdisjoint(node.outs):
+        if exact_transfer(node) != "all_gather" or not self._results[inside].isdisjoint(node.outs):
             return False
         return all(
             self._is_one(name, inside) and dim < len(self._types[inside][name].shape) - 1
-            for name, dim in zip(refs_of(node), _dims(node), strict=True)
+            for name, (dim, *_) in zip(refs_of(node), wheres_of(node), strict=True)
         )
 
     def _is_one(self, name: str, inside: str) -> bool:
         depends = self.inside[inside].get(name, _From.NOTHING)
         return depends == _From.BATCH | _From.PARAMETER and self._types[inside][name].dtype in FLOATS
-
-
-def _dims(node: Node) -> tuple[int, ...]:
-    """The dim along which a gather joins each of its tensors."""
-    bucket = isinstance(node.args[0], tuple)
-    return tuple(where[0] for where in node.args[2]) if bucket else (node.args[2],)
 
 
 def _follow(node: Node, known: dict[str, _From]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from autoshard.ir import DTYPES, Arg, Dtype, Node, Ref
+from autoshard.ir.collectives import ALL_GATHER, SLICE
 from autoshard.ir.statements import Statement, Statements
 
 #: a (column) compared with b (row): ops that are true for a <= b at the most, and for a >= b
@@ -19,7 +20,7 @@ _UP = ("aten.le.Tensor", "aten.lt.Tensor")
 _DOWN = ("aten.ge.Tensor", "aten.gt.Tensor")
 _BOTH = ("aten.bitwise_and.Tensor", "aten.logical_and.default", "aten.mul.Tensor")
 #: bring a value into another layout on the mesh
-_MOVED = ("comm.slice.default", "comm.all_gather.default")
+_MOVED = (SLICE.op, ALL_GATHER.op)
 _SAME = (*_MOVED, "aten.expand.default", "aten.alias.default", "aten.clone.default", "aten.detach.default")
 #: what positions are made with; nothing else is computed here
 _NUMBERS = frozenset(

@@ -6,15 +6,14 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from autoshard.ir import Folded, Graph, Node, Ref, TensorType, refs_of, substitute
+from autoshard.ir.views import ALIASES, RESHAPES
 
-VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 #: ops that give their first argument back when the type does not change
 IDENTITIES = (
-    *VIEWS,
+    *RESHAPES,
+    *ALIASES,
     "aten.expand.default",
     "aten._to_copy.default",
-    "aten.alias.default",
-    "aten.detach.default",
     "aten.clone.default",
     "aten.lift_fresh_copy.default",
 )
@@ -77,11 +76,11 @@ def _identity(node: Node, types: dict[str, TensorType | None], made: dict[str, N
 
 def _merge_views(node: Node, made: dict[str, Node]) -> Node:
     """One reshape of the first source: unlike view it never depends on strides, which shards change."""
-    if node.op not in VIEWS:
+    if node.op not in RESHAPES:
         return node
     source = node.args[0]
     inner = made.get(source.name) if isinstance(source, Ref) else None
-    base = inner.args[0] if inner is not None and inner.op in VIEWS else source
+    base = inner.args[0] if inner is not None and inner.op in RESHAPES else source
     type_ = node.types[0]
     assert type_ is not None
     return replace(node, op="aten.reshape.default", args=(base, type_.shape), kwargs=())

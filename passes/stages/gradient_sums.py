@@ -10,18 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.ir import Joint, Node, Ref
+from autoshard.ir.collectives import exact_transfer
 from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.passes.stages.stage_assignment import StagePlaces
 from autoshard.passes.stages.unpartitioned import Unpartitioned
-
-#: collectives that a sum of gradients may pass through term by term
-_LINEAR = (
-    "comm.all_reduce.default",
-    "comm.reduce_scatter.default",
-    "comm.all_gather.default",
-    "comm.slice.default",
-    "comm.all_to_all.default",
-)
 
 
 @dataclass(frozen=True)
@@ -146,4 +138,5 @@ def _terms(
 
 
 def _is_linear(node: Node) -> bool:
-    return node.op in _LINEAR and node.kwarg("op", "sum") == "sum"
+    """Whether a sum of gradients may pass through a collective term by term."""
+    return exact_transfer(node) is not None and node.kwarg("op", "sum") == "sum"

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from autoshard.ir import Call
-from autoshard.ir.comm import ANY_GATHER
+from autoshard.ir.collectives import transfer_of
 from autoshard.ir.lowered import Lowered
 
 #: of a segment that was taken apart
@@ -21,8 +21,8 @@ def parts_named(made: Lowered, before: Lowered) -> Lowered:
         base = _PART.sub("", name)
         if name in before.segments or base not in before.segments:
             continue
-        makers = {o: n.op for n in segment.graph.nodes for o in n.outs}
-        gathers = all(makers.get(o) in ANY_GATHER for o in segment.graph.outputs)
+        makers = {o: n for n in segment.graph.nodes for o in n.outs}
+        gathers = all(o in makers and transfer_of(makers[o]) == "all_gather" for o in segment.graph.outputs)
         wanted = f"{base}_gather" if gathers else base
         if wanted not in taken:
             taken.add(wanted)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from autoshard.ir import Node, Origin, Ref
+from autoshard.ir import Origin
 from autoshard.ir.boundaries import wires_of
+from autoshard.ir.collectives import TensorTransfer, collective
 from autoshard.ir.local_bytes import held_bytes
 from autoshard.ir.lowered import Instruction, Lowered, PlacedValue, StagePart, with_parts
 from autoshard.ir.placement import R, Shard
@@ -38,26 +39,13 @@ def scatter_sends(lowered: Lowered, ports: Collection[str], mesh: MeshShape, sav
         backward = wire.phase != "forward"
         layout = (*placed.layout[:axis], Shard(dim), *placed.layout[axis + 1 :])
         values[part] = PlacedValue(placed.type, layout)
-        name = mesh.names[axis]
-        after.setdefault((wire.source, wire.phase), {})[wire.value] = Node(
-            "comm.slice.default",
-            (Ref(wire.value), name, dim),
-            (),
-            (part,),
-            (placed.type,),
-            Origin(),
-            backward,
+        name, types, where = mesh.names[axis], (placed.type,), (dim, 1, 1, None)
+        cut, joined = TensorTransfer(wire.value, part, where), TensorTransfer(part, wire.value, where)
+        after.setdefault((wire.source, wire.phase), {})[wire.value] = collective(
+            "slice", name, (cut,), types, Origin(), backward
         )
         before.setdefault((wire.target, wire.into), []).append(
-            Node(
-                "comm.all_gather.default",
-                (Ref(part), name, dim),
-                (),
-                (wire.value,),
-                (placed.type,),
-                Origin(),
-                wire.into != "forward",
-            )
+            collective("all_gather", name, (joined,), types, Origin(), wire.into != "forward")
         )
     if not after:
         return lowered

@@ -15,29 +15,17 @@ from dataclasses import dataclass, field
 
 from autoshard.errors import UsageError
 from autoshard.ir import Joint
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.statements import Statement
+from autoshard.ir.views import ALIASES, RESHAPES, TRANSPOSES, UNIT_DIMS
 from autoshard.passes.stages.gradient_owners import floors_of, makers_of, owners_of
 from autoshard.passes.stages.unpartitioned import Unpartitioned
 
 #: kinds of inputs that every stage has
 _EVERYWHERE = ("input", "const", "buffer")
 
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default",
-        "_unsafe_view.default",
-        "reshape.default",
-        "t.default",
-        "transpose.int",
-        "permute.default",
-        "unsqueeze.default",
-        "squeeze.dim",
-        "alias.default",
-        "detach.default",
-        "expand.default",
-    )
-)
+#: but for those that drop several dims, which stay where they stand
+_VIEWS = (RESHAPES | TRANSPOSES | UNIT_DIMS | ALIASES) - {"aten.squeeze.default", "aten.squeeze.dims"}
 
 
 @dataclass(frozen=True)
@@ -151,7 +139,7 @@ class _Deciding:
         while left:
             value = left.pop()
             place = self.maker.get(value)
-            if place is None or not self.whole.all[place].node.op.startswith("comm."):
+            if place is None or not is_collective(self.whole.all[place].node):
                 continue
             if found.issuperset(self.users.get(value, ())):
                 found.add(place)

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.local_bytes import held_bytes
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import R
@@ -72,7 +73,7 @@ def _cheapest(whole: Statements, end: int, crossing: Sequence[int]) -> int:
     """A cut may slide over the collectives behind it, to where the fewest bytes cross."""
     best = place = end
     while place < len(whole.all) and not whole.all[place].backward:
-        if not whole.all[place].node.op.startswith("comm."):
+        if not is_collective(whole.all[place].node):
             break
         place += 1
         if crossing[place] < crossing[best]:

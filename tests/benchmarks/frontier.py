@@ -18,7 +18,7 @@ import torch
 from autoshard.api import plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Call, Node
-from autoshard.ir.comm import axes_of, is_message
+from autoshard.ir.collectives import axes_of, is_message
 from autoshard.options import PassOptions
 from autoshard.passes.partition.hierarchy import AxisLevels
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from autoshard.api import compile_analysed, plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Call
-from autoshard.ir.comm import GATHER_MM, MM_SCATTER, is_ring
+from autoshard.ir.collectives import ALL_GATHER_MM, MM_REDUCE_SCATTER, is_ring
 from autoshard.program.program import Program
 from autoshard.simulate.estimate import Estimator
 from autoshard.simulate.step import estimate_step
 from autoshard.validate.models import Architecture, on_meta
 from benchmarks.cases import GPT3_175B, LLAMA3_8B
 
-_CHUNKED = tuple(op.split(".")[1] for op in (GATHER_MM, MM_SCATTER))
+_CHUNKED = tuple(op.split(".")[1] for op in (ALL_GATHER_MM.op, MM_REDUCE_SCATTER.op))
 _PINS = {
     "llama": (
         *(f"*.{name}_proj.weight=tp:S(0)" for name in ("q", "k", "v", "gate", "up")),

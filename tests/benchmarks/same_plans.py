@@ -82,4 +82,6 @@ def _planned(case: SweepCase, checkout: Path) -> PlanFigures:
     peak, memory = plan["peak"], plan["memory"]
     held = peak["bytes"] if peak else sum(memory.values())
     step = plan["step"]["seconds"]
-    return PlanFigures(plan["mesh"], plan["microbatches"], step, plan["simulated"] or step, held)
+    # checkouts whose documents have schema 1 say it in another word
+    simulated = plan["simulated_seconds" if "simulated_seconds" in plan else "simulated"]
+    return PlanFigures(plan["mesh"], plan["microbatches"], step, simulated or step, held)

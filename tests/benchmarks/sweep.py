@@ -148,7 +148,7 @@ def _processor_s(pid: int) -> float:
 
 
 def _plan_text(plan: dict[str, Any]) -> str:
-    step, simulated = plan["step"]["seconds"], plan["simulated"]
+    step, simulated = plan["step"]["seconds"], plan["simulated_seconds"]
     pieces = f"{plan['mesh']} x {plan['microbatches']}, step {step:.4g} s"
     return (
         pieces if simulated is None else f"{pieces}, simulated {simulated:.4g} s ({simulated / step:.3f} x)"

@@ -435,7 +435,7 @@ def test_code_that_asks_for_gradients_is_for_calls_with_them() -> None:
     model, x = Asks(), torch.randn(3, 4)
     with torch.no_grad():
         joint = capture(model, (x,))
-        made = captured_of(joint.captured_state, ((x,), {}), "auto", lambda *_: None)
+        made = captured_of(joint.captured_state, ((x,), {}), "auto", lambda *_: None, lambda *_: None)
         check = CallGuard(model, made.state, "cpu", made.same_graph).check
         with pytest.raises(UsageError, match="grad mode is False, and was True"):
             check()
@@ -443,6 +443,24 @@ def test_code_that_asks_for_gradients_is_for_calls_with_them() -> None:
         check()
     model.train()
     check()
+
+
+class Reads(nn.Module):
+    """Looks at what depends on gradients being recorded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner, self.name = nn.Linear(4, 4), name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return (y * 2 if getattr(y, self.name) else y).mean()
+
+
+@pytest.mark.parametrize("name", ["requires_grad", "grad_fn", "is_leaf", "ndim"])
+def test_attributes_that_depend_on_gradients_being_recorded(name: str) -> None:
+    state = capture(Reads(name), (torch.randn(3, 4),)).captured_state
+    assert state.grad_mode == (name != "ndim")
 
 
 def test_autocast_of_a_device_that_captures_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:

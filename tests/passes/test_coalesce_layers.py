@@ -13,7 +13,7 @@ from planned import planned
 
 from autoshard.api import compile_analysed
 from autoshard.ir import DTYPES, Call, Node
-from autoshard.ir.comm import BUCKET_BYTES, collective_kind
+from autoshard.ir.collectives import BUCKET_BYTES, kind_of
 from autoshard.planner import lowering as emitting
 from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
@@ -22,7 +22,7 @@ from autoshard.verify.static import verify_static
 
 def _main(made: Program, kind: str) -> list[Node]:
     """The messages of a kind that stand outside of calls."""
-    return [i for i in made.lowered.main if isinstance(i, Node) and collective_kind(i) == kind]
+    return [i for i in made.lowered.main if isinstance(i, Node) and kind_of(i) == kind]
 
 
 def _sent(made: Program) -> Counter[str]:
@@ -30,7 +30,7 @@ def _sent(made: Program) -> Counter[str]:
     found: Counter[str] = Counter()
     for item in made.lowered.main:
         nodes = made.lowered.segments[item.segment].graph.nodes if isinstance(item, Call) else [item]
-        found.update(kind for n in nodes if (kind := collective_kind(n)))
+        found.update(kind for n in nodes if (kind := kind_of(n)))
     return found
 
 

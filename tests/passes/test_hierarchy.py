@@ -19,7 +19,7 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
 from autoshard.ir import Call, Graph, Node, Ref, TensorType, refs_of
-from autoshard.ir.comm import axes_of as ir_axes_of
+from autoshard.ir.collectives import axes_of as ir_axes_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.placement import Layout, Partial, R, Shard
 from autoshard.passes.partition.allreduce_to_reduce_scatter import keep_part

@@ -10,7 +10,7 @@ from planned import planned
 from autoshard.api import compile_analysed
 from autoshard.cluster import load_cluster
 from autoshard.ir import Call, refs_of
-from autoshard.ir.comm import is_message
+from autoshard.ir.collectives import is_message
 from autoshard.ir.lowered import Instruction
 from autoshard.passes import pipeline
 from autoshard.program.program import Program

@@ -18,7 +18,7 @@ from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Node, Origin, Ref, TensorType
-from autoshard.ir.comm import ANY_GATHER, SCATTERS, goes_in_turn, is_message
+from autoshard.ir.collectives import REDUCE_SCATTER, exact_transfer, goes_in_turn, is_message, transfer_of
 from autoshard.ir.graph import refs_of
 from autoshard.ir.statements import Statements, statements_of
 from autoshard.passes import pipeline
@@ -96,7 +96,7 @@ def _pairs(whole: Statements) -> list[tuple[int, int]]:
     gathered: dict[str, int] = {}
     found: list[tuple[int, int]] = []
     for statement in whole.all:
-        if statement.node.op in ANY_GATHER:
+        if transfer_of(statement.node) == "all_gather":
             found += [(gathered[value], statement.item) for value in statement.uses if value in gathered]
             gathered.update(dict.fromkeys(statement.makes, statement.item))
     return found
@@ -135,7 +135,7 @@ def test_something_is_computed_while_a_gather_waits_for_another(case: tuple[str,
 @pytest.mark.parametrize("case", DEEP)
 def test_what_is_waited_for_travels_alone_where_that_is_much(case: tuple[str, str, str, float]) -> None:
     def messages(program: Program) -> int:
-        return sum(s.node.op in ANY_GATHER for s in statements_of(program.lowered).all)
+        return sum(transfer_of(s.node) == "all_gather" for s in statements_of(program.lowered).all)
 
     assert messages(_apart(*case)) > messages(_program(*case))
     assert verify_static(_apart(*case)).ok
@@ -155,7 +155,9 @@ def test_a_call_that_is_over_too_soon_is_passed_over() -> None:
 def test_reductions_of_an_axis_leave_a_segment_together(case: tuple[str, str, str, float]) -> None:
     for segment in _program(*case).lowered.segments.values():
         reduced = [
-            n for n in segment.graph.nodes if n.op in SCATTERS and set(n.outs) <= set(segment.graph.outputs)
+            n
+            for n in segment.graph.nodes
+            if exact_transfer(n) == "reduce_scatter" and set(n.outs) <= set(segment.graph.outputs)
         ]
         again = {r for n in segment.graph.nodes for r in refs_of(n)}
         last = [n for n in reduced if again.isdisjoint(n.outs)]
@@ -167,6 +169,6 @@ def test_reductions_of_an_axis_leave_a_segment_together(case: tuple[str, str, st
 @pytest.mark.parametrize(("rows", "turn"), [(8, False), (1 << 16, True)])
 def test_only_what_holds_much_goes_in_turn(rows: int, turn: bool) -> None:
     node = Node(
-        SCATTERS[0], (Ref("g"), "dp", 0), (), ("r",), (TensorType((rows, 8), "bf16"),), Origin(), True
+        REDUCE_SCATTER.op, (Ref("g"), "dp", 0), (), ("r",), (TensorType((rows, 8), "bf16"),), Origin(), True
     )
     assert goes_in_turn(node) is turn

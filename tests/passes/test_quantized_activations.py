@@ -19,7 +19,7 @@ from torch import nn
 from autoshard.api import compile_analysed, plan
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Dtype, Node, Ref, TensorType, refs_of
-from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
+from autoshard.ir.collectives import ALL_GATHER_Q, ALL_GATHER_WIRE
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import R, Shard
 from autoshard.passes import pipeline
@@ -55,7 +55,7 @@ def apart(again: str = "") -> Program:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "quantise_norms", lambda lowered, mesh: lowered)
         made = program.__wrapped__(again=again)
-    assert count(made, GATHER_Q) and not count(made, GATHER_WIRE, *NORMS)
+    assert count(made, ALL_GATHER_Q.op) and not count(made, ALL_GATHER_WIRE.op, *NORMS)
     assert count(made, "autoshard.add_rms_norm.default")
     return made
 
@@ -79,14 +79,14 @@ def segment_with(made: Program, op: str) -> tuple[str, LoweredSegment, Node]:
 
 
 def test_only_where_it_is_allowed() -> None:
-    assert not count(program(allow=""), GATHER_Q, GATHER_WIRE)
-    assert not count(program(allow="int8-gradients"), GATHER_Q, GATHER_WIRE)
+    assert not count(program(allow=""), ALL_GATHER_Q.op, ALL_GATHER_WIRE.op)
+    assert not count(program(allow="int8-gradients"), ALL_GATHER_Q.op, ALL_GATHER_WIRE.op)
     assert NUMBERED["quantize_norms"] not in program(allow="int8-gradients").dumps
 
 
 def test_rows_of_norms_are_gathered_with_8_bits_and_gradients_are_not() -> None:
     made = program(kernels=False)
-    found = [n for _, n in calls_of(made) if n.op == GATHER_Q]
+    found = [n for _, n in calls_of(made) if n.op == ALL_GATHER_Q.op]
     assert len(found) == 2  # of the second norm of each layer
     assert all(n.args[3:] == ((8,), 128) and not n.backward for n in found)
     assert [n for c, n in calls_of(made) if c.backward and n.op == "comm.all_gather.default"]
@@ -98,7 +98,7 @@ def test_fast_links_keep_all_bits() -> None:
     fast = sequence_llama.prompt_cluster(1e13)
     found = plan(model, "tp=4", example_inputs=inputs, cluster=fast, pins=sequence_llama.PINS)
     made = compile_analysed(found, allow=ALLOW, ring=False)
-    assert count(made, "comm.all_gather.default") and not count(made, GATHER_Q)
+    assert count(made, "comm.all_gather.default") and not count(made, ALL_GATHER_Q.op)
 
 
 def _lowered(gathered: str, more: tuple[Node, ...] = ()) -> Lowered:
@@ -152,11 +152,11 @@ def test_norms_give_wires(again: str, ops: dict[str, int]) -> None:
     made = program(again=again)
     for name in ("add_rms_norm_quantise", "rms_norm_quantise"):
         assert count(made, f"autoshard.{name}.default") == ops.get(name, 0)
-    assert count(made, GATHER_WIRE) == sum(ops.values()) and not count(made, GATHER_Q)
+    assert count(made, ALL_GATHER_WIRE.op) == sum(ops.values()) and not count(made, ALL_GATHER_Q.op)
     assert "its rows leave as int8" in made.dumps[NUMBERED["quantize_norms"]]
     without = program(kernels=False, again=again)
-    assert not count(without, GATHER_WIRE, *NORMS)
-    assert count(without, GATHER_Q) == count(made, GATHER_WIRE)
+    assert not count(without, ALL_GATHER_WIRE.op, *NORMS)
+    assert count(without, ALL_GATHER_Q.op) == count(made, ALL_GATHER_WIRE.op)
 
 
 def test_rows_that_something_else_reads_are_written() -> None:
@@ -166,7 +166,7 @@ def test_rows_that_something_else_reads_are_written() -> None:
     for _, segment in made.lowered.segments.items():
         wires = {n.outs[NORMS[n.op][0]] for n in segment.graph.nodes if n.op in NORMS}
         readers = [n.op for n in segment.graph.nodes if wires & set(refs_of(n))]
-        assert len(readers) == len(wires) and set(readers) <= {GATHER_WIRE}
+        assert len(readers) == len(wires) and set(readers) <= {ALL_GATHER_WIRE.op}
 
 
 def test_a_stored_program_sends_the_same(tmp_path: Path) -> None:
@@ -174,12 +174,12 @@ def test_a_stored_program_sends_the_same(tmp_path: Path) -> None:
     save_program(made, tmp_path / "p")
     again = load_program(tmp_path / "p")
     assert program_text(again) == program_text(made)
-    assert [n for _, n in calls_of(again) if n.op == GATHER_WIRE]
+    assert [n for _, n in calls_of(again) if n.op == ALL_GATHER_WIRE.op]
 
 
 def test_the_message_is_priced_as_the_bytes_of_the_wires() -> None:
     prices = {}
-    for kernels, op in ((True, GATHER_WIRE), (False, GATHER_Q)):
+    for kernels, op in ((True, ALL_GATHER_WIRE.op), (False, ALL_GATHER_Q.op)):
         made = program(kernels)
         _, segment, node = segment_with(made, op)
         mesh = Mesh.parse(made.mesh)
@@ -226,7 +226,7 @@ def test_bfloat16_rows_are_the_same_with_and_without_the_kernel() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "quantise_norms", lambda lowered, mesh: lowered)
         plain = compile_analysed(found, allow=ALLOW, kernels=True)
-    assert count(fused, GATHER_WIRE) == count(plain, GATHER_Q) > 0
+    assert count(fused, ALL_GATHER_WIRE.op) == count(plain, ALL_GATHER_Q.op) > 0
     ends = [results_of(made, model, inputs)[0] for made in (fused, plain)]
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
@@ -327,18 +327,18 @@ NORM = "autoshard.add_rms_norm_quantise.default"
 @pytest.mark.parametrize(
     ("op", "change", "why"),
     [
-        (GATHER_WIRE, _argument(1, "dp"), "the mesh has no axis 'dp'"),
-        (GATHER_WIRE, _argument(1, ("tp", "tp")), "its arguments are not those of such a gather"),
-        (GATHER_WIRE, _argument(2, (0, 1, 1, None)), "it cuts or joins at"),
-        (GATHER_WIRE, _argument(2, (1, 2, 1, None)), "it cuts or joins at"),
-        (GATHER_WIRE, _argument(3, 64), "in groups of 64"),
-        (GATHER_WIRE, _argument(4, (16, 4, 128)), "in groups of 128 as f32[16, 4, 128]"),
-        (GATHER_WIRE, _argument(5, Dtype("bf16")), "as bf16"),
-        (GATHER_WIRE, _argument(0, Ref("add_4")), "no norm before it makes the wire add_4"),
-        (GATHER_WIRE, _argument(3, "128"), "its arguments are not those of such a gather"),
+        (ALL_GATHER_WIRE.op, _argument(1, "dp"), "the mesh has no axis 'dp'"),
+        (ALL_GATHER_WIRE.op, _argument(1, ("tp", "tp")), "its arguments are not those of such a gather"),
+        (ALL_GATHER_WIRE.op, _argument(2, (0, 1, 1, None)), "it cuts or joins at"),
+        (ALL_GATHER_WIRE.op, _argument(2, (1, 2, 1, None)), "it cuts or joins at"),
+        (ALL_GATHER_WIRE.op, _argument(3, 64), "in groups of 64"),
+        (ALL_GATHER_WIRE.op, _argument(4, (16, 4, 128)), "in groups of 128 as f32[16, 4, 128]"),
+        (ALL_GATHER_WIRE.op, _argument(5, Dtype("bf16")), "as bf16"),
+        (ALL_GATHER_WIRE.op, _argument(0, Ref("add_4")), "no norm before it makes the wire add_4"),
+        (ALL_GATHER_WIRE.op, _argument(3, "128"), "its arguments are not those of such a gather"),
         (NORM, _argument(5, 64), "the wire of f32[4, 64, 128] is"),
         (NORM, _argument(5, 256), "does not lie in whole rows of groups of 256"),
-        (GATHER_WIRE, lambda n: replace(n, op="aten.clone.default", args=n.args[:1]), "is a wire"),
+        (ALL_GATHER_WIRE.op, lambda n: replace(n, op="aten.clone.default", args=n.args[:1]), "is a wire"),
     ],
 )
 def test_a_wrong_gather_is_refused(op: str, change: Callable[[Node], Node], why: str) -> None:
@@ -351,12 +351,12 @@ def test_a_gather_over_another_axis_is_refused() -> None:
     """Two ranks of data parallelism would join their unlike batches as if they were parts of a sequence."""
     made = compile_analysed(sequence_llama.planned("dp=2,tp=4", 64), allow=ALLOW, kernels=True)
     assert verify_static(made).ok
-    report = verify_static(_with(made, GATHER_WIRE, _argument(1, "dp")))
+    report = verify_static(_with(made, ALL_GATHER_WIRE.op, _argument(1, "dp")))
     assert not report.ok and "that is all_gather over tp" in str(report.findings)
 
 
 def test_a_wire_that_lies_elsewhere_is_refused() -> None:
-    name, segment, node = segment_with(program(), GATHER_WIRE)
+    name, segment, node = segment_with(program(), ALL_GATHER_WIRE.op)
     broken = replace(segment, layouts={**segment.layouts, node.args[0].name: (R,)})
     segments = {**program().lowered.segments, name: broken}
     report = verify_static(replace(program(), lowered=replace(program().lowered, segments=segments)))

@@ -23,7 +23,7 @@ from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Node, Ref, refs_of
-from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
+from autoshard.ir.collectives import ALL_GATHER_Q, ALL_GATHER_WIRE
 from autoshard.passes import pipeline
 from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.analysis import analyse
@@ -53,7 +53,7 @@ def apart(bias: bool, again: str, dtype: torch.dtype = torch.float32) -> Program
         patch.setattr(pipeline, "quantise_norms", lambda lowered, mesh: lowered)
         made = program.__wrapped__(bias, again, True, dtype)
     ops = ops_of(made)
-    assert ops[GATHER_Q] and not ops[GATHER_WIRE] and not any(ops[n] for n in NORMS)
+    assert ops[ALL_GATHER_Q.op] and not ops[ALL_GATHER_WIRE.op] and not any(ops[n] for n in NORMS)
     return made
 
 
@@ -63,19 +63,19 @@ def test_norms_give_wires(again: str, bias: bool) -> None:
     made = program(bias, again)
     ops = ops_of(made)
     assert {op: n for op, n in ops.items() if op in NORMS} == MADE[again]
-    assert ops[GATHER_WIRE] == sum(MADE[again].values()) and not ops[GATHER_Q]
+    assert ops[ALL_GATHER_WIRE.op] == sum(MADE[again].values()) and not ops[ALL_GATHER_Q.op]
     assert "its rows leave as int8" in made.dumps[NUMBERED["quantize_norms"]]
     for segment in made.lowered.segments.values():
         for node in segment.graph.nodes:
             if node.op in NORMS:
                 assert isinstance(node.args[-3], Ref) if bias else node.args[-3] is None
                 readers = [n.op for n in segment.graph.nodes if node.outs[NORMS[node.op][0]] in refs_of(n)]
-                assert readers == [GATHER_WIRE]
+                assert readers == [ALL_GATHER_WIRE.op]
 
 
 def test_without_kernels_gathers_quantise() -> None:
     ops = ops_of(program(kernels=False))
-    assert ops[GATHER_Q] == 2 and not ops[GATHER_WIRE] and not any(ops[n] for n in NORMS)
+    assert ops[ALL_GATHER_Q.op] == 2 and not ops[ALL_GATHER_WIRE.op] and not any(ops[n] for n in NORMS)
 
 
 @BIASES
@@ -99,7 +99,7 @@ def test_numbers_are_the_same_with_and_without_the_kernel(again: str, bias: bool
 def test_bfloat16_rows_are_the_same_with_and_without_the_kernel(bias: bool) -> None:
     model, inputs = sequence_gpt2.make(bias, torch.bfloat16)
     fused = program(bias, dtype=torch.bfloat16)
-    assert ops_of(fused)[ADDED] == ops_of(fused)[GATHER_WIRE] == 2
+    assert ops_of(fused)[ADDED] == ops_of(fused)[ALL_GATHER_WIRE.op] == 2
     ends = [results_of(made, model, inputs)[0] for made in (fused, apart(bias, "", torch.bfloat16))]
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
@@ -109,7 +109,7 @@ def test_statistics_in_half_precision_stay_with_their_norm(monkeypatch: pytest.M
     monkeypatch.setattr(pipeline, "fuse_kernels", lambda lowered, *_: lowered)
     assert ops_of(program.__wrapped__())[ALONE] == 2
     half = ops_of(program.__wrapped__(dtype=torch.bfloat16))
-    assert half[GATHER_Q] == 2 and not half[ALONE] and not half[GATHER_WIRE]
+    assert half[ALL_GATHER_Q.op] == 2 and not half[ALONE] and not half[ALL_GATHER_WIRE.op]
 
 
 @BIASES

@@ -26,7 +26,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Node, Ref, TensorType
-from autoshard.ir.comm import GATHER_MM, MM_SCATTER, collective_kind, is_message, is_ring
+from autoshard.ir.collectives import ALL_GATHER_MM, MM_REDUCE_SCATTER, is_message, is_ring, kind_of
 from autoshard.ir.lowered import Lowered, PlacedValue
 from autoshard.ir.placement import P, R, Shard
 from autoshard.ir.rings import ring_flop, ring_of
@@ -117,7 +117,7 @@ def test_rings_carry_activations_alone() -> None:
         for node in filter(is_ring, graph.nodes):
             assert node.args[1] == "tp"
             assert outs.isdisjoint(node.outs)
-            assert node.op != GATHER_MM or node.args[0][0].name not in given
+            assert node.op != ALL_GATHER_MM.op or node.args[0][0].name not in given
     assert verify_static(program).ok
     errors = compare_step(program, *family("t5").make())
     assert {k: e for k, e in errors.items() if e > RTOL} == {}
@@ -252,7 +252,7 @@ def _faults(program: Program) -> Iterator[tuple[str, str, Program]]:
             ("first factor", replace(node, args=((factors[1], *factors[1:]), axis, dim, *rest))),
             ("no factors", replace(node, args=((), axis, dim, *rest))),
         ]
-        if node.op == MM_SCATTER:
+        if node.op == MM_REDUCE_SCATTER.op:
             edits.append(("shape", replace(node, args=(factors, axis, dim, (*rest[0][:-1], 1)))))
             edits.append(("lost term", replace(node, args=(factors[2:], axis, dim, *rest))))
             if len(factors) > 2:
@@ -261,7 +261,7 @@ def _faults(program: Program) -> Iterator[tuple[str, str, Program]]:
         alike = [
             k
             for k in range(2, len(factors))
-            if node.op == GATHER_MM and types[factors[k].name] == types[factors[1].name]
+            if node.op == ALL_GATHER_MM.op and types[factors[k].name] == types[factors[1].name]
         ]
         for k in alike[:1]:
             outs = list(node.outs)
@@ -305,7 +305,7 @@ def test_a_dropped_product_is_caught() -> None:
 def test_a_ring_that_was_not_to_be_a_sum_is_caught() -> None:
     """A reduce-scatter of products whose factors are whole on every rank adds up the same thing twice."""
     program = ringed("gpt2", "tp=2")
-    name, _, node = next(s for s in ring_sites(program) if s[2].op == MM_SCATTER)
+    name, _, node = next(s for s in ring_sites(program) if s[2].op == MM_REDUCE_SCATTER.op)
     segment = program.lowered.segments[name]
     left = node.args[0][0].name
     layouts = {**segment.layouts, left: (R,)}
@@ -411,7 +411,7 @@ def _gather(lead: tuple[int, ...] = (1, 64), weights: Sequence[int] = (16,)) -> 
         values[f"w{k}"] = PlacedValue(TensorType((8, n), "f32"), (Shard(1),))
         values[f"y{k}"] = PlacedValue(type_, (Shard(1),))
     factors = (Ref("x"), *(Ref(f"w{k}") for k in range(len(weights))))
-    return Node(GATHER_MM, (factors, "tp", 1), (), ("g", *names), (x, *made)), values
+    return Node(ALL_GATHER_MM.op, (factors, "tp", 1), (), ("g", *names), (x, *made)), values
 
 
 def _scatter() -> Made:
@@ -421,7 +421,7 @@ def _scatter() -> Made:
         "w": PlacedValue(TensorType((16, 8), "f32"), (Shard(0),)),
         "y": PlacedValue(type_, (Shard(0),)),
     }
-    return Node(MM_SCATTER, ((Ref("a"), Ref("w")), "tp", 0, (16, 8)), (), ("y",), (type_,)), values
+    return Node(MM_REDUCE_SCATTER.op, ((Ref("a"), Ref("w")), "tp", 0, (16, 8)), (), ("y",), (type_,)), values
 
 
 OPS = Ops(Mesh.parse("tp=4"), (0,), Behaviour())
@@ -508,7 +508,7 @@ def test_beats_wait_for_those_before_them() -> None:
 
 def test_a_ring_is_a_message_of_its_kind() -> None:
     node, _ = _gather()
-    assert is_message(node) and is_ring(node) and collective_kind(node) == GATHER
+    assert is_message(node) and is_ring(node) and kind_of(node) == GATHER
     assert ring_of(replace(node, args=node.args[:2])) is None
     assert ring_of(replace(node, kwargs=(("size", 3),))) is None
     assert P != R

@@ -101,7 +101,15 @@ def test_an_input_is_pinned() -> None:
     assert made.plan.optimality.seconds == _made().plan.optimality.seconds
     with pytest.raises(UsageError, match="'input_ids=dp:S\\(1\\)' is infeasible") as refused:
         _made(("input_ids=dp:S(1)",))
-    assert "S(0) R" in str(refused.value)
+    assert "feasible layouts: dp:S(0) tp:R\n" in str(refused.value)
+
+
+def test_a_number_in_a_name_is_pinned() -> None:
+    pin = Pin.parse("model.layers.#.*.weight=tp:S(0)")
+    assert pin.matches("model.layers.12.q_proj.weight") and not pin.matches("model.layers.a.q_proj.weight")
+    assert not pin.matches("model.layers.#.q_proj.weight") and str(pin) == "model.layers.#.*.weight=tp:S(0)"
+    numbered, starred = (_made((glob + "=tp:S(0)",)) for glob in (Q.replace("*", "#"), Q))
+    assert numbered.plan.params == starred.plan.params
 
 
 def test_a_part_of_a_dim_is_pinned() -> None:

@@ -15,7 +15,7 @@ from ranks import HERE, run_ranks
 
 import autoshard
 from autoshard.errors import UsageError
-from autoshard.ir.comm import is_message
+from autoshard.ir.collectives import is_message
 from autoshard.program.collectives import collectives_of
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text

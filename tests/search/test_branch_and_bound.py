@@ -446,7 +446,7 @@ def test_a_search_that_did_its_work_takes_the_first_that_fits() -> None:
     assert found.bound <= whole.bound <= whole.placements.seconds <= found.placements.seconds
     assert not any(rejected.solved for rejected in found.rejected)
     told = [explain(s, load_cluster("h100-dgx"), "fingerprint").warnings for s in (found, whole)]
-    assert "all the work" in told[0][0] and not told[1]
+    assert "work limit" in told[0][0] and not told[1]
     only = chosen(Programs(lambda where: where.name == "tp=4"), work=0)
     assert only.spent and only.configuration.name == "tp=4"
 

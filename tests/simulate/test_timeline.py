@@ -356,7 +356,7 @@ def test_one_stage_is_one_row(invoke: Invoke) -> None:
     assert shown.startswith("dp=2  1 microbatch, ") and "bubble 0.0 %" in shown
     assert "timeline" not in json.loads(invoke("one", "--json").stdout)
     text = invoke("one").stdout
-    assert "# step    compute" in text and "# stages" not in text
+    assert "# step    " in text and " without overlap: compute " in text and "# stages" not in text
 
 
 def test_inspect_one_stage_of_two(invoke: Invoke) -> None:

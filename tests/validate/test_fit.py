@@ -118,6 +118,6 @@ def test_the_command_writes_cluster_files(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["validate", str(rows), "--fit", "-o", str(out), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["schema"] == 1 and set(found["studies"]) == {"a", "b", "all"}
+    assert found["schema"] == 2 and set(found["studies"]) == {"a", "b", "all"}
     assert [Path(p) for p in found["written"]] == list(out.iterdir())
     assert load_cluster(out / "a100-selene-fitted.toml").name == "a100-selene-fitted"

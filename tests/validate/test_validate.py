@@ -564,7 +564,7 @@ def test_json_has_its_schema(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["validate", str(path), "--json"])
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
-    assert told["schema"] == 1
+    assert told["schema"] == 2
     assert set(told["overall"]) >= {
         *("rows", "mean_abs_pct_error", "worst_abs_pct_error", "memory_mean_abs_pct_error"),
         *("oom_predicted", "oom_missed"),

@@ -144,12 +144,13 @@ class StateWatch:
         """The code of the model runs: its reads count."""
         self.attributes.active = True
         try:
-            with grad_mode_noted(self._grad_mode_asked):
+            with grad_mode_noted(self.note_grad_mode):
                 yield
         finally:
             self.attributes.active = False
 
-    def _grad_mode_asked(self) -> None:
+    def note_grad_mode(self) -> None:
+        """The model's code asks whether gradients are recorded, or something that follows from that."""
         self.asked_grad_mode = True
 
     def finish_run(self) -> None:

@@ -89,23 +89,25 @@ def gives_parts(runner: Runner, leaves: Sequence[Any]) -> bool:
     return any(is_part(leaves[int(p.target)], runner.step_shape(p)) for p in ports)
 
 
-def check_parts_differ(runner: Runner, leaves: Sequence[Any]) -> None:
-    """Raise UsageError if all ranks give one part of a batch; collective over the program's ranks.
+def parts_differ(runner: Runner, leaves: Sequence[Any]) -> bool:
+    """Whether ranks give different parts of a batch, and not one alike; collective over the program's ranks.
 
-    For a call after others with the global batch: an incomplete last batch may have the size of a part.
+    For a call after others with the global batch: a smaller batch may have the size of a part.
     """
     parts = [leaves[int(p.target)] for p in runner.inputs if _plain(leaves[int(p.target)])]
     own = hash_of(*parts)
     ends = torch.tensor([own, -own], dtype=torch.int64, device=runner.device)
     for group in runner.axis_groups:
         dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
-    if int(ends[0]) == -int(ends[1]):
-        shape = list(next(x.shape for x in parts))
-        raise UsageError(
-            f"all ranks give the same batch of shape {shape}, and gave global batches before",
-            why="it has the size of one rank's part of the global batch, which would be made of copies of it",
-            hint="drop the last incomplete batch, or plan again for its size",
-        )
+    return int(ends[0]) != -int(ends[1])
+
+
+def any_rank(runner: Runner, here: bool) -> bool:
+    """Whether something holds on some rank; collective over the program's ranks."""
+    flag = torch.tensor(int(here), device=runner.device)
+    for group in runner.axis_groups:
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag)
 
 
 def _plain(x: object) -> TypeGuard[torch.Tensor]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -22,22 +22,48 @@ from autoshard.capture.python_state.changes import same_items
 from autoshard.capture.python_state.code_reads import PLAIN
 from autoshard.capture.python_state.state_reads import MISSING, Read
 from autoshard.errors import UsageError
+from autoshard.options import Differentiate
 from autoshard.program.program import Program
+from autoshard.runtime.eager_calls import EagerHook
 from autoshard.torch_adapters.hooks import hook_tables, registrations
 from autoshard.torch_adapters.modes import autocast_state
+
+#: positional and keyword arguments of a call
+Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Captured:
     """What a capture leaves for calls.
 
-    same_graph: whether a module is captured as the graph it was. all_outputs: the program, with the same
-    placements of parameters, that takes gradients of all outputs.
+    inputs: that it was made with, without their data. same_graph: whether a module is captured as the graph
+    it was. compiled: a program for other inputs, or gradients of all outputs. resized: the same plan, lowered
+    for inputs of other sizes, None where it does not suit them.
     """
 
     state: CapturedState
+    inputs: Inputs
     same_graph: Callable[[nn.Module], bool]
-    all_outputs: Callable[[nn.Module], Program]
+    compiled: Compiling
+    resized: Callable[[nn.Module, Inputs], Program | None]
+
+
+class Compiling(Protocol):
+    """Compiles another program of a model, on the mesh that it has."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        differentiate: Differentiate,
+        stored: Sequence[Program],
+        pins: Sequence[str],
+    ) -> tuple[Program, Captured]:
+        """With every parameter where the ``stored`` programs have it. pins: of other tensors.
+
+        Returns what the capture leaves, too.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ class CallGuard:
         ]
         inner = [m for m in module.modules() if m is not module]
         self.hooks = [(table, len(table)) for m in inner for table in hook_tables(m)]
-        self.hooked = [(table, count) for table, count in self.hooks if count]
+        self.hooked = [(table, count) for table, count in self.hooks if _users(table)]
         self.registrations = registrations()
         self.environment = dict(os.environ) if state.environment else None
         #: models are captured on the CPU, with gradients recorded, whatever the modes around that are
@@ -119,7 +145,17 @@ class CallGuard:
 
     def check(self) -> None:
         """Raise UsageError, naming what differs, if the program is not that of the model as it is now."""
-        if (
+        found = [] if self.holds() else self._refused()
+        if found:
+            raise _refusal(found)
+
+    def accepts(self) -> bool:
+        """Whether it is, if need be by another capture."""
+        return self.holds() or not self._refused()
+
+    def holds(self) -> bool:
+        """Whether all that was read is as it was."""
+        return (
             all(map(operator.is_, self._values(), self.values))
             and self._modes() == self.modes
             and all(map(_unchanged, self.tensors))
@@ -128,11 +164,10 @@ class CallGuard:
             and all(len(table) == count for table, count in self.hooked)
             and registrations() == self.registrations
             and (self.environment is None or self.environment == os.environ)
-        ):
-            return
-        self._check_differences()
+        )
 
-    def _check_differences(self) -> None:
+    def _refused(self) -> list[Difference]:
+        """What differs, if it gives another graph."""
         values = self._values()
         found = list(self._differences(values))
         key = tuple((d.label, d.now) for d in found)
@@ -141,10 +176,11 @@ class CallGuard:
             unseen = self.device != "cpu" and self._modes()[0] != self.modes[0]
             unseen |= any(len(table) > count for table, count in self.hooks)
             if unseen or self.same_graph is None or not self.same_graph(self.module):
-                raise _refusal(found)
+                return found
             self.accepted.add(key)
         self.values = values
         self.registrations = registrations()
+        return []
 
     def _differences(self, values: list[Any]) -> Iterator[Difference]:
         for read, before, now in zip(self.reads, self.original, values, strict=True):
@@ -181,6 +217,11 @@ def _children(module: nn.Module) -> Iterator[Read]:
         for key, child in each._modules.items():
             if child is not None and next(child.parameters(), None) is None:
                 yield Read(each._modules, key, f"{name}.{key}".lstrip("."))
+
+
+def _users(table: Mapping[int, Any]) -> bool:
+    """Whether hooks of the user's are among those of a module."""
+    return any(not isinstance(hook, EagerHook) for hook in table.values())
 
 
 def _versioned(value: object) -> bool:

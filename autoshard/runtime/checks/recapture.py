@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture import capture
 from autoshard.capture.python_state.captured_state import CapturedState
-from autoshard.capture.traced_function import Differentiate
 from autoshard.errors import CaptureError
+from autoshard.options import Differentiate
 from autoshard.program.program import Program, Signature
-from autoshard.runtime.checks.call_guard import Captured
+from autoshard.runtime.checks.call_guard import Captured, Compiling, Inputs
 from autoshard.torch_adapters.dtypes import torch_dtype
 
 #: elements of an integer tensor that a capture may look at
@@ -24,21 +25,29 @@ _SMALL = 1024
 
 def captured_of(
     state: CapturedState,
-    inputs: tuple[Any, Any],
+    inputs: Inputs,
     differentiate: Differentiate,
-    compiled: Callable[[nn.Module, tuple[Any, Any]], Program],
+    compiled: Compiling,
+    resized: Callable[[nn.Module, Inputs], Program | None],
 ) -> Captured:
     """What calls are compared with: a capture, which was made with these inputs, kept without their data.
 
-    compiled: the program for the gradients of all outputs of a model, given its example inputs.
+    compiled, resized: see `Captured`.
     """
     args, kwargs = pytree.tree_map(_without_data, inputs)
-
     return Captured(
         state,
+        (args, kwargs),
         lambda module: _digest_now(module, args, kwargs, differentiate) == state.digest,
-        lambda module: compiled(module, (args, kwargs)),
+        compiled,
+        resized,
     )
+
+
+def with_inputs(captured: Captured, inputs: Inputs) -> Captured:
+    """The same of a program for inputs of other sizes."""
+    args, kwargs = pytree.tree_map(_without_data, inputs)
+    return replace(captured, inputs=(args, kwargs))
 
 
 def same_graph_as_stored(program: Program) -> Callable[[nn.Module], bool]:

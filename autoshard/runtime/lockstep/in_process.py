@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from autoshard.ir import Node
-from autoshard.ir.comm import axes_of, is_message
-from autoshard.runtime.collectives import ISSUED, GroupCollectives
+from autoshard.ir.collectives import COLLECTIVES, axes_of, is_message
+from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.pending import Finish, all_arrived, arrived, as_it_is
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport.transport import Arrival, Join, Transport, reduced
@@ -136,7 +136,7 @@ class Together:
         if not is_message(node):
             return [call() for call in calls]
         axes = axes_of(node)
-        if node.op.split(".")[1] in ISSUED and len(axes) == 1:
+        if COLLECTIVES[node.op].pending and len(axes) == 1:
             # all are issued before the first is waited for
             return [_there(issued) for issued in [call() for call in calls]]
 

@@ -12,7 +12,7 @@ import torch
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import CollectiveError, VerificationError
 from autoshard.ir import Call, Node
-from autoshard.ir.comm import axes_of, sent_bits
+from autoshard.ir.collectives import axes_of, is_collective, sent_bits
 from autoshard.ir.lowered import StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.placement import Shard
@@ -147,7 +147,7 @@ class Lockstep:
         norm = NORMS.get(node.op)
         measured = norm is not None or any(sent_bits(node))
         given = [step.arguments(env, site) for step, env in zip(steps, envs, strict=True)] if measured else []
-        if not node.op.startswith("comm."):
+        if not is_collective(node):
             for step, env in zip(steps, envs, strict=True):
                 with _refused(node):
                     step.run(env, site)

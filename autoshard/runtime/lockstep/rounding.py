@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from autoshard.ir import Node
-from autoshard.ir.comm import GATHER_Q, sent_bits
+from autoshard.ir.collectives import sent_bits, transfer_of
+from autoshard.ir.quantized import WIRE_BITS
 from autoshard.kernels.quant import dequantise
-from autoshard.rules.quantized_gather import BITS, NORMS, WIRED
+from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.runtime.resolve import find_op
 from autoshard.runtime.shard_utils import join_parts, reduce_parts, take_part
 
@@ -42,8 +43,7 @@ def of_message(node: Node, outs: Sequence[Any], exact: Sequence[Any], segment: s
     for t, (name, bits) in enumerate(zip(node.outs, sent_bits(node), strict=True)):
         if bits:
             pairs = [(a[t], b[t]) for a, b in zip(outs, exact, strict=True)]
-            kind = node.op.split(".")[1].removesuffix("_q_bucket")
-            found.append(Rounding(kind, name, bits, _error(pairs), segment))
+            found.append(Rounding(str(transfer_of(node)), name, bits, _error(pairs), segment))
     return found
 
 
@@ -51,7 +51,7 @@ def exact_message(node: Node, given: Sequence[Sequence[torch.Tensor]]) -> list[l
     """What a quantised message would give a group's ranks with all bits. given: the tensors of each."""
     ways, rows = len(given), list(zip(*given, strict=True))
     wheres = list(zip(rows, node.args[2], strict=True))
-    if node.op == GATHER_Q:
+    if transfer_of(node) == "all_gather":
         joined = [join_parts(parts, dim, outer) for parts, (dim, outer, _, _) in wheres]
         return [joined] * ways
     sums = [(reduce_parts(parts, "sum"), where) for parts, where in wheres]
@@ -67,9 +67,9 @@ def of_norm(
     pairs = []
     for args, wire in zip(given, wires, strict=True):
         exact = norm(*args[:last])[place]
-        changed = dequantise(wire, exact.numel(), BITS, args[last], exact.dtype)
+        changed = dequantise(wire, exact.numel(), WIRE_BITS, args[last], exact.dtype)
         pairs.append((changed.view_as(exact), exact))
-    return Rounding("all_gather", node.outs[place], BITS, _error(pairs), segment)
+    return Rounding("all_gather", node.outs[place], WIRE_BITS, _error(pairs), segment)
 
 
 def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

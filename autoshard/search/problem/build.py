@@ -10,7 +10,7 @@ copy also serves a use that wants a shard, since slicing is free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -57,20 +57,28 @@ def build_problem(
     *,
     strict: bool = True,
     loose: frozenset[object] = frozenset(),
+    stored: Mapping[str, Layout] | None = None,
 ) -> Problem:
     """The decisions about a model on a mesh.
 
     strict: work must be divided over an axis where its meaning says so (the batch over dp and fsdp,
     products inside layers over tp); otherwise that is left to the costs. loose: keys of parameters and ops
-    (as in `Problem.index`) to which that does not apply.
+    (as in `Problem.index`) to which that does not apply. stored: layouts that parameters have already.
     """
-    return _Builder(model, axes, prices, strict, loose).build()
+    return _Builder(model, axes, prices, strict, loose, stored or {}).build()
 
 
 class _Builder:
     def __init__(
-        self, model: Model, axes: SearchAxes, prices: Prices, strict: bool, loose: frozenset[object]
+        self,
+        model: Model,
+        axes: SearchAxes,
+        prices: Prices,
+        strict: bool,
+        loose: frozenset[object],
+        stored: Mapping[str, Layout],
     ) -> None:
+        self.stored = stored
         self.model, self.axes, self.prices, self.strict, self.loose = model, axes, prices, strict, loose
         self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
         self.variables: list[Variable] = []
@@ -382,6 +390,15 @@ class _Builder:
     def _stored_layouts(self, group: PortClass) -> list[Layout]:
         """Layouts over the mesh that a parameter may have between steps."""
         port, meanings = group.first, self.axes.mesh_meanings
+        known = {self.stored[p.target] for p in group.ports if p.target in self.stored}
+        if port.kind == "param" and known:
+            if len(known) > 1:
+                raise UsageError(
+                    f"parameters that are used alike are stored unlike: {port.target} and others",
+                    why=f"as {' and '.join(' '.join(map(str, layout)) for layout in sorted(known, key=str))}",
+                    hint="parallelize a second model for such calls",
+                )
+            return list(known)
         if port.kind != "param" or not group.grads:
             free = [m.name == "tp" or m.is_free for m in meanings]
             free = [f and port.kind == "param" for f in free]

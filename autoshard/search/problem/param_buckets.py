@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autoshard.cost.reshard import ALONE, Share
-from autoshard.ir.comm import BUCKET_BYTES
+from autoshard.ir.collectives import BUCKET_BYTES
 from autoshard.ir.flow import Flow, Place
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cached_property
 
 import numpy as np
 
@@ -28,9 +30,9 @@ _FORM = "write GLOB=axis:placement, for instance 'model.layers.*.q_proj.weight=t
 class Pin:
     """A placement on some axes for every tensor whose name a glob matches.
 
-    glob: matches names of parameters, buffers and inputs, and of modules, whose output is meant; with a
-    slash, ``SEGMENT/VALUE`` as `autoshard inspect` prints them. placements: (axis, placement) pairs; other
-    axes are free.
+    glob: with ``#`` for a number, as that of a layer; matches names of parameters, buffers and inputs, and of
+    modules, whose output is meant; with a slash, ``SEGMENT/VALUE`` as `autoshard inspect` prints them.
+    placements: (axis, placement) pairs; other axes are free.
     """
 
     glob: str
@@ -48,6 +50,14 @@ class Pin:
         except ValueError as error:
             raise UsageError(f"{text!r} is not a pin", why=str(error), hint=_FORM) from None
         return cls(glob.strip(), placements)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(translate(self.glob).replace(re.escape("#"), "[0-9]+"))
+
+    def matches(self, name: str) -> bool:
+        """Whether a name is one that it is for."""
+        return self._pattern.match(name) is not None
 
     def __str__(self) -> str:
         return f"{self.glob}={','.join(f'{axis}:{placement}' for axis, placement in self.placements)}"
@@ -83,10 +93,10 @@ def pinned_keys(pins: Sequence[Pin], model: Model) -> frozenset[object]:
     names = _Names(model)
     keys: set[object] = set()
     for group, members in names.ports():
-        if any(fnmatchcase(name, pin.glob) for name in members for pin in pins):
+        if any(pin.matches(name) for name in members for pin in pins):
             keys.add(group.key)
     for (segment, value), members in names.results(pins):
-        if any(fnmatchcase(name, pin.glob) for name in members for pin in pins):
+        if any(pin.matches(name) for name in members for pin in pins):
             nodes = model.folded.segments[segment].nodes
             number = next(k for k, node in enumerate(nodes) if value in node.outs)
             keys.add(("node", segment, number))
@@ -200,7 +210,7 @@ def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array 
     hits = 0
     for group, members in names.ports():
         candidates += members
-        matching = [n for n in members if fnmatchcase(n, pin.glob)]
+        matching = [n for n in members if pin.matches(n)]
         if matching:
             _all_or_none(pin, matching, members)
             number = problem.index[group.key]
@@ -208,7 +218,7 @@ def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array 
             hits += 1
     for (segment, value), members in names.results((pin,)):
         candidates += members
-        matching = [n for n in members if fnmatchcase(n, pin.glob)]
+        matching = [n for n in members if pin.matches(n)]
         if matching:
             _all_or_none(pin, matching, members)
             number, position = _maker(names.model, problem, segment, value)
@@ -257,7 +267,7 @@ def _allowed(
     match variable:
         case ParamVar():
             # where parameters are only stored split, gathering them for use is the axis' meaning
-            used = [(a, p) for a, p in placements if not axes.mesh_meanings[a].splits_batch]
+            used = [(a, p) for a, p in placements if axes.mesh_meanings[a].splits_layers]
             ok = [
                 fits(s.stored) and all(axes.to_mesh(s.use)[axis] == placement for axis, placement in used)
                 for s in variable.states

@@ -7,12 +7,12 @@ axis of the search serves for both, which saves most of the states; parameters a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autoshard.cluster.axes import DP, AxisMeaning
 from autoshard.cluster.mesh import Axis, Mesh
-from autoshard.ir.placement import Layout, Placement
+from autoshard.ir.placement import Layout, Placement, R, Shard, layout_ok
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,20 @@ def merged_mesh(axes: SearchAxes, names: Sequence[str]) -> Mesh:
 
 def _only_batch(meaning: AxisMeaning) -> bool:
     return meaning.splits_batch and meaning.splits_batch_inside and not meaning.splits_layers
+
+
+def axes_of_batch(mesh: Mesh, batch: int) -> SearchAxes:
+    """Every axis of the mesh on its own; those that would divide a batch into more parts than it has rows
+    replicate it."""
+    meanings: list[AxisMeaning] = []
+    layout: tuple[Placement, ...] = ()
+    for axis in mesh.axes:
+        placed: Placement = Shard(0) if axis.meaning.splits_batch and axis.size > 1 else R
+        small = not layout_ok((batch,), (*layout, placed), mesh.sizes[: len(layout) + 1])
+        meanings.append(_replicating(axis.meaning) if small else axis.meaning)
+        layout += (R if small else placed,)
+    return plain_axes(mesh, tuple(meanings))
+
+
+def _replicating(meaning: AxisMeaning) -> AxisMeaning:
+    return replace(meaning, splits_batch=False, splits_batch_inside=False)

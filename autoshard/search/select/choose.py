@@ -15,6 +15,7 @@ from autoshard.search.bound.estimate import Estimated
 from autoshard.search.bound.mesh_families import MeshFamily
 from autoshard.search.problem.padded_params import padded_model
 from autoshard.search.problem.problem import Model, batch_of, experts_of
+from autoshard.search.problem.search_axes import axes_of_batch
 from autoshard.search.select.baselines import Baseline, BaselineConfigurations, MemoryCheck, price_baselines
 from autoshard.search.select.mesh_shapes import MeshShapes
 from autoshard.search.select.rank_speed import RankSpeeds
@@ -118,9 +119,13 @@ class _Search:
     def one(self, mesh: Mesh) -> CandidateSolution:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
-        formulated = self.problems.of(mesh, self.problems.captured, self.request.pins, merge=False)
+        captured, request = self.problems.captured, self.request
+        axes = axes_of_batch(mesh, captured) if request.replicate_small_batch else None
+        formulated = self.problems.of(
+            mesh, captured, request.pins, merge=False, axes=axes, stored=request.stored
+        )
         placements = self.exact.proven(formulated, self.exact.tuned(formulated, self.setting))
-        config = Configuration(mesh, self.problems.captured, 1)
+        config = Configuration(mesh, captured, 1)
         return CandidateSolution(formulated, placements, config, self.cluster, placements.lower_bound)
 
     def by_tactics(self, meshes: Sequence[Mesh]) -> CandidateSolution:

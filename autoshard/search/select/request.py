@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import ADAMW, Recipe
+from autoshard.ir.placement import Layout
 from autoshard.search.problem.pins import Pin
 from autoshard.search.select.baselines import Baseline
 from autoshard.search.select.tactics import Stage, Tactic
@@ -26,7 +27,8 @@ class SearchRequest:
     collectives (None: that of the cluster). recipe: optimizer state per parameter. baselines: whether to
     price them. pins: fixed placements. tactics: of a given mesh, axis by axis. work: limit of the work for
     its problems (see `solver.solution_cache`), then the incumbent is the plan: counted, not timed, so that
-    plans are the same on every machine.
+    plans are the same on every machine. replicate_small_batch: on a mesh that is given, axes that would
+    divide the batch into more parts than it has rows replicate it. stored: layouts that parameters have.
     """
 
     budget: int | None = None
@@ -38,6 +40,8 @@ class SearchRequest:
     pins: tuple[Pin, ...] = ()
     tactics: tuple[Tactic, ...] = ()
     work: int = WORK
+    replicate_small_batch: bool = False
+    stored: tuple[tuple[str, Layout], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.errors import UsageError
 from autoshard.ir import Folded
+from autoshard.ir.placement import Layout
 from autoshard.search.problem.build import build_problem
 from autoshard.search.problem.feasible_states import possible
 from autoshard.search.problem.pins import Pin, check_pins, combined, pin_masks, pinned_keys
@@ -59,12 +60,14 @@ def formulate(
     pins: Sequence[Pin] = (),
     axes: SearchAxes | None = None,
     order: RankOrder | None = None,
+    stored: Mapping[str, Layout] | None = None,
 ) -> ShardingProblem:
     """The problem of a model on a mesh.
 
     cluster: or the prices of its meshes, if some are known already. merge: see neighbouring batch axes as one
-    (`SearchAxes`). axes: in their place. order: of ranks on devices. pins: what is decided already. Raises
-    UsageError if the mesh cannot be used for the model at all, or with these pins.
+    (`SearchAxes`). axes: in their place. order: of ranks on devices. pins: what is decided already. stored:
+    layouts that parameters have already. Raises UsageError if the mesh cannot be used for the model at all,
+    or with these pins.
     """
     axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
     machine = cluster if isinstance(cluster, CostModels) else CostModels(cluster)
@@ -77,7 +80,7 @@ def formulate(
     # what is pinned may not do as the axes mean; the rest of the model still can
     for strict, loose in dict.fromkeys(((True, nothing), (True, pinned), (False, nothing))):
         # some op may follow the axes' meanings only alone, not together with its neighbours
-        problem = build_problem(model, axes, prices, strict=strict, loose=loose)
+        problem = build_problem(model, axes, prices, strict=strict, loose=loose, stored=stored)
         try:
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))

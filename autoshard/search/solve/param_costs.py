@@ -15,8 +15,8 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.recipe import Recipe, added_bytes
-from autoshard.cost.reshard import StepKind
 from autoshard.ir import DTYPES
+from autoshard.ir.collectives import TransferKind
 from autoshard.ir.flow import PortClass
 from autoshard.ir.local_bytes import held_shape
 from autoshard.ir.placement import Layout, R, Shard, chunk
@@ -247,7 +247,7 @@ class Zero:
         inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
         zeros = np.zeros(len(own))
 
-        def one(kind: StepKind, nbytes: Array, axes: Sequence[int], share: Array) -> Array:
+        def one(kind: TransferKind, nbytes: Array, axes: Sequence[int], share: Array) -> Array:
             """Of a member over some axes."""
             return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
 

@@ -12,9 +12,11 @@ from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import kinds_of, whole_mesh
 from autoshard.errors import BatchError
+from autoshard.ir.placement import Layout
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import Model, batch_of, experts_of
 from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
+from autoshard.search.problem.search_axes import SearchAxes
 from autoshard.search.solve.axis_traffic import traffic_of
 from autoshard.search.solve.formulate import ShardingProblem, formulate, rescaled_problem
 from autoshard.search.solve.step_config import StepConfig
@@ -42,7 +44,7 @@ class ProblemCache:
         self.captured = batch_of(model.folded)
         self.total = total or self.captured
         self.prices = CostModels(cluster, world)
-        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool, bool], ShardingProblem] = {}
+        self._posed: dict[object, ShardingProblem] = {}
         self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], ShardingProblem] = {}
         self._models: dict[int, Model] = {}
         self._orders: dict[Mesh, RankOrder] = {}
@@ -53,17 +55,26 @@ class ProblemCache:
         return sum(p.problem.known.work for p in (*self._posed.values(), *self._grown.values()))
 
     def of(
-        self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = (), *, merge: bool = True, roughly: bool = False
+        self,
+        mesh: Mesh,
+        batch: int,
+        pins: tuple[Pin, ...] = (),
+        *,
+        merge: bool = True,
+        roughly: bool = False,
+        axes: SearchAxes | None = None,
+        stored: tuple[tuple[str, Layout], ...] = (),
     ) -> ShardingProblem:
         """A mesh with microbatches of ``batch`` sequences; merge: see `search.solve.formulate.formulate`.
         roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.
+        axes: in place of those of the mesh. stored: layouts that parameters have already.
 
         Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
         """
         # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
         merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
         roughly = roughly and self.cluster.links is not None and self.prices.ranks(mesh) > 1
-        key = (mesh, batch, pins, merge, roughly)
+        key = (mesh, batch, pins, merge, roughly, axes, stored)
         if key not in self._posed:
             self._posed[key] = formulate(
                 self._scaled(mesh, batch),
@@ -73,6 +84,8 @@ class ProblemCache:
                 recipe=self.recipe,
                 merge=merge,
                 pins=pins,
+                axes=axes,
+                stored=dict(stored),
                 order=self.prices.rough_order(mesh) if roughly else self.order(mesh),
             )
         return self._posed[key]

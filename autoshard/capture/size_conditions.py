@@ -1,0 +1,79 @@
+"""What a model's code decides by the sizes of its arguments: for which sizes it is the same graph but for
+numbers.
+
+The model runs once on tensors without data whose sizes are symbols. Wherever Python asks for one (an ``if``
+on a length, a mask of a window, a table of positions that is long enough), torch notes what was decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from autoshard.capture import huggingface, tracing
+from autoshard.capture.host_random import no_host_random
+from autoshard.capture.inputs import inputs_of, state_of
+from autoshard.capture.module_snapshot import ModuleSnapshot, as_written
+from autoshard.capture.python_state.outer_hooks import outer_hooks_apart
+from autoshard.capture.traced_function import Function
+from autoshard.torch_adapters.symbolic import decisions_of, running, symbolic_like, symbolic_mode, symbols_of
+
+
+@dataclass(frozen=True)
+class SizeConditions:
+    """dims: symbol -> (position of an argument, dim) of all its sizes. conditions: that have to hold."""
+
+    dims: Mapping[sympy.Symbol, tuple[tuple[int, int], ...]]
+    conditions: tuple[sympy.Basic, ...]
+
+    def hold(self, shapes: Mapping[int, tuple[int, ...]]) -> bool:
+        """Whether arguments of these shapes, by position, take the same way through the model's code."""
+        values: dict[sympy.Symbol, int] = {}
+        for symbol, places in self.dims.items():
+            sizes = {shapes[position][dim] for position, dim in places}
+            if len(sizes) > 1:
+                return False
+            values[symbol] = sizes.pop()
+        return all(c.xreplace(values) == sympy.true for c in self.conditions)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.conditions))
+
+
+def size_conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeConditions | None:
+    """What the code decides by sizes; None where it cannot be run with symbols, and nothing is known."""
+    inputs = inputs_of(args, kwargs)
+    positions = [k for k, leaf in enumerate(inputs.leaves) if leaf.position >= 0]
+    mode = symbolic_mode()
+    try:
+        with ExitStack() as stack:
+            model = stack.enter_context(as_written(model))
+            stack.enter_context(outer_hooks_apart(model))
+            stack.enter_context(huggingface.prepared(model, kwargs))
+            stack.enter_context(ModuleSnapshot.of(model))
+            state = state_of(model)
+            held = [symbolic_like(t, mode, fixed=True) for t in state.tensors]
+            given = [symbolic_like(t, mode, fixed=False) for t in inputs.tensors]
+            symbols = [symbols_of(x) for x in given]
+            seed = symbolic_like(torch.empty((), dtype=torch.int64, device="meta"), mode, fixed=True)
+            function = Function(model, state, inputs, "none", None)
+            for context in (torch.inference_mode(False), torch.enable_grad(), tracing.compiling()):
+                stack.enter_context(context)
+            stack.enter_context(no_host_random())
+            stack.enter_context(running(mode))
+            function(*held, *given, seed)
+    except Exception:  # whatever has no symbolic form, of torch or of the model
+        return None
+    dims: dict[sympy.Symbol, list[tuple[int, int]]] = {}
+    for position, row in zip(positions, symbols, strict=True):
+        for dim, symbol in enumerate(row):
+            if symbol is not None:
+                dims.setdefault(symbol, []).append((position, dim))
+    table = {s: tuple(places) for s, places in dims.items()}
+    return SizeConditions(table, tuple(decisions_of(mode, list(dims))))

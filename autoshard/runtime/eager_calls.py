@@ -1,0 +1,166 @@
+"""Calls that no program answers: of submodules, of ``generate``, with arguments such as caches of keys.
+
+They run the user's own code on every rank alike, on the parameters of the modules that run, gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.python_state.code_reads import PLAIN
+from autoshard.errors import UsageError
+from autoshard.runtime.outputs import Rows
+from autoshard.runtime.said import say_once
+
+#: arguments that programs take
+SIMPLE = (*PLAIN, torch.Tensor)
+#: where a parameter stands: a module's table of parameters and its key there
+_Slot = tuple[dict[str, Any], str, DTensor]
+
+
+class EagerCalls:
+    """Gathers the parameters of a submodule while it is called from outside of a program.
+
+    refused: why the parameters cannot be gathered, "" where they can. seed: of random numbers in a call that
+    is trained, the same on every rank. batch_axes: of the mesh, along which ranks call with other rows.
+    """
+
+    def __init__(self, refused: str, seed: Callable[[], int]) -> None:
+        self.refused, self.seed = refused, seed
+        self.batch_axes: tuple[int, ...] = ()
+        self._depth = 0
+        self._said: set[str] = set()
+        self._slots: list[_Slot] = []
+        self._random: Any = None
+        #: without gradients: parameter -> its version, the gathered tensor
+        self._kept: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether code of the model runs on gathered parameters."""
+        return self._depth > 0
+
+    def say_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of the whole model has no program: say so, and why, once for each reason."""
+        kinds = {type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if not isinstance(x, SIMPLE)}
+        why = f"its arguments hold {' and '.join(sorted(kinds))}" if kinds else "its code asks for gradients"
+        if why not in self._said:
+            self._said.add(why)
+            say_once(f"a call runs on gathered parameters, on every rank alike: {why}")
+
+    def watch(self, root: nn.Module) -> None:
+        """Gather whenever a submodule is called from outside."""
+        for module in root.modules():
+            if module is not root and next(module.parameters(), None) is not None:
+                module.register_forward_pre_hook(EagerHook(self.enter), prepend=True)
+                module.register_forward_hook(EagerHook(self.leave), always_call=True)
+
+    @contextmanager
+    def gathered(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the parameters of a module are global tensors."""
+        self.enter(module)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """A module is called; modules inside it need nothing more."""
+        if self._depth == 0:
+            self._gather(module)
+        self._depth += 1
+
+    def leave(self, *_: Any) -> None:
+        """A call has ended, or failed."""
+        self._depth -= 1
+        if self._depth == 0:
+            for table, key, parameter in self._slots:
+                table[key] = parameter
+            self._slots.clear()
+            if self._random is not None:
+                torch.set_rng_state(self._random)
+                self._random = None
+
+    def enters_program(self, rows: Rows | None) -> None:
+        """A program runs: free what is kept of calls without gradients. rows: of this rank."""
+        self._kept.clear()
+        self.batch_axes = () if rows is None else rows.axes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerCalls:
+        made = EagerCalls(self.refused, self.seed)
+        made.batch_axes = self.batch_axes
+        memo[id(self)] = made
+        return made
+
+    def _gather(self, module: nn.Module) -> None:
+        if self.refused:
+            raise UsageError(
+                f"a {type(module).__name__} of a parallel model is called by itself",
+                why=self.refused,
+                hint="call the model",
+            )
+        known: dict[int, torch.Tensor] = {}
+        for each in module.modules():
+            for key, parameter in each._parameters.items():
+                if isinstance(parameter, DTensor):
+                    if id(parameter) not in known:
+                        known[id(parameter)] = self._global(parameter)
+                    self._slots.append((each._parameters, key, parameter))
+        for table, key, shard in self._slots:
+            table[key] = known[id(shard)]
+        if module.training and torch.is_grad_enabled() and known:
+            # ranks that drew other numbers would have other gradients of what they hold alike
+            self._random = torch.get_rng_state()
+            torch.manual_seed(self.seed())
+
+    def _global(self, parameter: DTensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            return _Gathered.apply(parameter, self.batch_axes)
+        version = parameter._version, parameter.to_local()._version
+        kept = self._kept.get(id(parameter))
+        if kept is None or kept[0] != version:
+            kept = self._kept[id(parameter)] = version, _full(parameter)
+        return kept[1]
+
+
+def _full(parameter: DTensor) -> torch.Tensor:
+    detached = parameter.detach()
+    assert isinstance(detached, DTensor)
+    return detached.full_tensor()
+
+
+class EagerHook:
+    """A hook of `EagerCalls`, to be told from those of the user's."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        self._call(module)
+
+
+class _Gathered(torch.autograd.Function):
+    """A global parameter; where ranks call with other rows, its gradient is the mean over them."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, batch_axes: tuple[int, ...]) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.axes = parameter.device_mesh, parameter.placements, batch_axes
+        return _full(parameter).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        mesh: DeviceMesh = ctx.mesh
+        ways = 1
+        for axis in ctx.axes:
+            ways *= mesh.size(axis)
+        parts = [Partial() if axis in ctx.axes else Replicate() for axis in range(mesh.ndim)]
+        whole = DTensor.from_local(grad / ways if ways > 1 else grad, mesh, parts, run_check=False)
+        return whole.redistribute(mesh, ctx.placements), None

@@ -1,0 +1,119 @@
+"""Outputs as user code mixes them with plain tensors: they lie divided over the ranks until they are used.
+
+A `ShardedOutput` is a DTensor. What torch calls with it and plain tensors gets the global tensor, gathered
+once; an output that nothing uses is never gathered. Every rank must use an output that one rank uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils import _pytree as pytree
+
+from autoshard.torch_adapters.dtensor import Spec, without_torch_function
+
+#: attributes of a tensor that hold its data, or are computed from it
+_COMPUTED = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
+#: what tells of a tensor without its data, or is said of the output itself
+_METADATA = frozenset(
+    (
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "__len__",
+        "register_hook",
+        "retain_grad",
+        "requires_grad_",
+        "backward",
+        "grad",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a rank, of an output whose dim 0 is the batch.
+
+    start, count: in dim 0 of the global tensor. axes: of the mesh, along which ranks have other rows. ways:
+    how many ranks those are.
+    """
+
+    start: int
+    count: int
+    axes: tuple[int, ...]
+    ways: int
+
+
+class ShardedOutput(DTensor):
+    """An output of a parallel model.
+
+    autoshard_rows: where every rank calls with a batch of its own, what it gets back; None: the global
+    tensor.
+    """
+
+    autoshard_rows: Rows | None = None
+    _autoshard_plain: torch.Tensor | None = None
+
+    @staticmethod
+    def of(x: DTensor, rows: Rows | None = None) -> ShardedOutput:
+        """The same tensor; without gradient history."""
+        made = ShardedOutput(x._local_tensor, x._spec, requires_grad=False)
+        made.autoshard_rows = rows
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        getter = name == "__get__" and getattr(func.__self__, "__name__", "") not in _COMPUTED
+        mixed = any(issubclass(t, DTensor) and not issubclass(t, ShardedOutput) for t in types)
+        if getter or name in _METADATA or mixed:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if name == "detach":
+            with without_torch_function():
+                return cls.of(args[0].detach(), args[0].autoshard_rows)
+        args, kwargs = pytree.tree_map_only(ShardedOutput, plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def plain(x: ShardedOutput) -> torch.Tensor:
+    """The plain tensor that an output stands for, gathered once; a collective of the ranks of its mesh."""
+    known = x._autoshard_plain
+    # without gradients recorded another tensor is wanted than with them
+    if known is None or (x.requires_grad and torch.is_grad_enabled() and not known.requires_grad):
+        with without_torch_function():
+            known = x.full_tensor() if x.autoshard_rows is None else _RowsOf.apply(x, x.autoshard_rows)
+        x._autoshard_plain = known
+    return known
+
+
+class _RowsOf(torch.autograd.Function):
+    """The rows of this rank. Their gradient is that of a loss of which the mean over ranks is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, rows: Rows) -> torch.Tensor:
+        ctx.spec, ctx.rows, ctx.shape = x._spec, rows, x.shape
+        return x.full_tensor().narrow(0, rows.start, rows.count).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        spec: Spec = ctx.spec
+        rows: Rows = ctx.rows
+        padded = grad.new_zeros(ctx.shape)
+        padded.narrow(0, rows.start, rows.count).copy_(grad / rows.ways)
+        parts = [Partial() if axis in rows.axes else Replicate() for axis in range(spec.mesh.ndim)]
+        whole = DTensor.from_local(padded, spec.mesh, parts, run_check=False)
+        return whole.redistribute(spec.mesh, spec.placements), None

@@ -1,0 +1,160 @@
+"""Programs of one plan for other sizes of the arguments: compiled for the first two, then from a template.
+
+A size is answered without planning where the model's code takes the same way (`SizeConditions`) and the
+plan's placements leave every rank something. From the second new size on, probes of sizes that nobody asked
+for make a `ProgramTemplate`: of sizes that divide evenly over the ranks, and of sizes that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.size_conditions import SizeConditions, size_conditions
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir.placement import layout_ok
+from autoshard.program.program import Program
+from autoshard.program.template import NotAlikeError, ProgramTemplate, template_of
+from autoshard.runtime.checks.call_guard import Captured, Inputs
+
+#: of each size, times the number of ranks, for the probes of a template: sizes are no multiples of each other
+_PROBES = ((2, 3), (3, 5), (5, 2), (4, 7), (7, 4), (6, 11))
+#: programs that a template is made of: formulas are decided by two, and checked by the others
+_ENOUGH = 4
+#: the plan of so many times fewer elements serves; for more, another may be better
+_GROWS = 2
+
+
+@dataclass
+class _Alike:
+    """Programs of sizes that divide alike. asked: how many were compiled for calls. apart: whether they are
+    no formulas of sizes. unsuited: whether the plan does not suit them."""
+
+    template: ProgramTemplate | None = None
+    asked: int = 0
+    apart: bool = False
+    unsuited: bool = False
+
+
+@dataclass
+class SizedPrograms:
+    """Of one program, for other sizes. captured: what its capture left; inputs: that it was planned for."""
+
+    program: Program
+    captured: Captured
+    _conditions: SizeConditions | None = None
+    _known: bool = False
+    #: by which sizes divide evenly over all ranks
+    _alike: dict[tuple[bool, ...], _Alike] = field(default_factory=dict)
+
+    def of(self, module: nn.Module, inputs: Inputs) -> Program | None:
+        """The program for arguments of other sizes; None where it has to be planned.
+
+        module: as the user built it. inputs: a call's arguments, of global shape.
+        """
+        leaves, spec = pytree.tree_flatten(inputs)
+        shapes = {k: tuple(x.shape) for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+        planned = sum(p.type.numel for p in self.program.signature.ports if p.kind == "input")
+        if sum(map(prod, shapes.values())) > _GROWS * planned or not self._inputs_divide(shapes):
+            return None
+        if not self._known:
+            args, kwargs = self.captured.inputs
+            self._conditions, self._known = size_conditions(module, args, kwargs), True
+        conditions = self._conditions
+        if conditions is None or not conditions.hold(shapes):
+            return None
+        alike = self._alike.setdefault(self._even(conditions, shapes), _Alike())
+        if alike.unsuited:
+            return None
+        varies = alike.asked > 0 or any(a.template is not None for a in self._alike.values())
+        if alike.template is None and varies and not alike.apart:
+            alike.template = self._template(module, conditions, shapes, leaves, spec)
+            alike.apart = alike.template is None
+        alike.asked += 1
+        if alike.template is not None:
+            sizes = alike.template.sizes_of(shapes)
+            try:
+                made = None if sizes is None else alike.template.at(sizes)
+            except NotAlikeError:
+                made = None
+            if made is not None and _divides(made):
+                return made
+        compiled = self._compiled(module, inputs)
+        alike.unsuited = compiled is None
+        return compiled
+
+    def _compiled(self, module: nn.Module, inputs: Inputs) -> Program | None:
+        made = self.captured.resized(module, inputs)
+        return made if made is not None and _divides(made) else None
+
+    def _template(
+        self,
+        module: nn.Module,
+        conditions: SizeConditions,
+        shapes: Mapping[int, tuple[int, ...]],
+        leaves: Sequence[Any],
+        spec: Any,
+    ) -> ProgramTemplate | None:
+        """Of sizes that divide as some do."""
+        even = self._even(conditions, shapes)
+        programs = [self.program] if even == self._even(conditions, self._shapes) else []
+        ranks = Mesh.parse(self.program.mesh).world_size
+        for probe in _PROBES:
+            sizes = {
+                s: ranks * probe[n % len(probe)] * (1 + n // len(probe)) - (not even[n])
+                for n, s in enumerate(conditions.dims)
+            }
+            resized = list(leaves)
+            for symbol, places in conditions.dims.items():
+                for position, dim in places:
+                    x = resized[position]
+                    shape = [*x.shape[:dim], sizes[symbol], *x.shape[dim + 1 :]]
+                    resized[position] = torch.zeros(shape, dtype=x.dtype, device="meta")
+            if not conditions.hold({k: tuple(resized[k].shape) for k in shapes}):
+                continue
+            made = self._compiled(module, pytree.tree_unflatten(resized, spec))
+            if made is not None:
+                programs.append(made)
+            if len(programs) == _ENOUGH:
+                break
+        if len(programs) < _ENOUGH:
+            return None
+        try:
+            return template_of(programs)
+        except NotAlikeError:
+            return None
+
+    def _inputs_divide(self, shapes: Mapping[int, tuple[int, ...]]) -> bool:
+        """Whether every rank gets some of every argument."""
+        sizes = Mesh.parse(self.program.mesh).sizes
+        values = self.program.lowered.values
+        return all(
+            layout_ok(shapes[int(p.target)], values[p.name].layout, sizes)
+            for p in self.program.signature.ports
+            if p.kind == "input" and p.target.isdigit()
+        )
+
+    def _even(self, conditions: SizeConditions, shapes: Mapping[int, tuple[int, ...]]) -> tuple[bool, ...]:
+        """Per size that varies, whether it divides evenly over all ranks."""
+        ranks = Mesh.parse(self.program.mesh).world_size
+        places = (p[0] for p in conditions.dims.values())
+        return tuple(shapes[position][dim] % ranks == 0 for position, dim in places)
+
+    @property
+    def _shapes(self) -> dict[int, tuple[int, ...]]:
+        ports = self.program.signature.ports
+        return {int(p.target): p.type.shape for p in ports if p.kind == "input" and p.target.isdigit()}
+
+
+def _divides(program: Program) -> bool:
+    """Whether every rank has some of every value."""
+    sizes = Mesh.parse(program.mesh).sizes
+    lowered = program.lowered
+    tables = [lowered.values, *(s.placed() for s in lowered.segments.values())]
+    return all(layout_ok(v.type.shape, v.layout, sizes) for table in tables for v in table.values())
