@@ -196,7 +196,7 @@ class Lifter:
                 input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
             return cast(torch.Tensor, found)
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") and input.dtype != torch.float64:  # which autocast leaves alone
             input = input.float()
         rows, _ = torch.ops.autoshard.xent(input, target, ignore_index, float(label_smoothing))
         if reduction == "none":
@@ -211,7 +211,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")
-    return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ MODES = pieces(
     Piece(
         "dropout in eval",
         "h = self.off$(h)",
-        "self.off$ = nn.Dropout(0.5 if k == 1 else 0.0)",
+        "self.off$ = nn.Dropout(1.0 if k == 1 else 0.0)",
         made="m.off$.eval()",
         change="m.off$.train()",
     ),

@@ -155,7 +155,8 @@ def _reduce(sums: torch.Tensor, keys: Sequence[_Group], power: float) -> None:
     pairs = {(mesh, axis): None for mesh, axes, _ in keys if mesh is not None for axis in axes}
     # every rank sees the same parameters in the same order, hence the same pairs in the same order
     for mesh, axis in pairs:
-        rows = [k for k, (other, axes, _) in enumerate(keys) if other is mesh and axis in axes]
+        # torch hands on equal meshes of other models: one group, whichever object says so
+        rows = [k for k, (other, axes, _) in enumerate(keys) if other == mesh and axis in axes]
         part = sums[rows]
         dist.all_reduce(part, op, group=mesh.get_group(axis))
         sums[rows] = part
