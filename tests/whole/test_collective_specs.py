@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+from whole.test_layout import ROOT, sources
 
 from autoshard.ir import Node, Origin, TensorType
 from autoshard.ir.collectives import (
@@ -27,7 +28,6 @@ from autoshard.program.known_ops import known_ops
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.simulate.op_work import product_of
 from autoshard.verify.moves import MOVES
-from tests.whole.test_layout import ROOT, sources
 
 TABLE = ROOT / "autoshard/ir/collectives.py"
 #: names of methods that read the end or the beginning of a name
