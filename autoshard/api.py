@@ -286,7 +286,6 @@ def _parallelize_now(
     seed: int,
     rules: Rules,
 ) -> nn.Module:
-    from autoshard.runtime.checks.recapture import captured_of
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.local_batch import global_example
     from autoshard.runtime.module import bind
@@ -300,54 +299,80 @@ def _parallelize_now(
     program = compile_analysed(planned, passes=passes)
     given = mesh if isinstance(mesh, DeviceMesh) else None
 
-    planned_mesh, source = planned.plan.mesh, planned.source
-    prices = planned.cluster if isinstance(parse_target(mesh), Cluster) else cluster
+    source = planned.source
     assert source is not None
+    prices = planned.cluster if isinstance(parse_target(mesh), Cluster) else cluster
+    again = _Recompiler(planned.plan.mesh, prices, options, passes, rules)
+    bound = bind(
+        program,
+        model,
+        device_mesh_for(program.whole_mesh, given),
+        seed=seed,
+        captured=again.captured(planned, (source.args, source.kwargs)),
+        local_batch=local_batch,
+    )
+    say_once(_decided(planned, program))
+    return bound
+
+
+@dataclass(frozen=True)
+class _Recompiler:
+    """Compiles further programs of a parallel model, with its options. mesh, cluster: as for `plan`."""
+
+    mesh: str
+    cluster: str | os.PathLike[str] | Cluster | None
+    options: PlanOptions
+    passes: PassOptions
+    rules: Rules
+
+    def captured(self, planned: Planned, inputs: Any) -> Captured:
+        """What the capture of a plan leaves. inputs: that it was captured with."""
+        from autoshard.runtime.checks.recapture import captured_of
+
+        assert planned.source is not None
+        state, differentiate = planned.analysis.folded.joint.captured_state, planned.source.differentiate
+        return captured_of(
+            state, inputs, differentiate, self.compiled, functools.partial(self.resized, planned)
+        )
 
     def compiled(
+        self,
         module: nn.Module,
         inputs: Any,
         differentiate: Differentiate,
         stored: Sequence[Program],
         pins: Sequence[str],
     ) -> tuple[Program, Captured]:
-        more = replace(
-            options,
-            differentiate="all" if options.differentiate == "all" else differentiate,
+        """A program for other inputs: see `runtime.checks.call_guard.Compiling`."""
+        options = replace(
+            self.options,
+            differentiate="all" if self.options.differentiate == "all" else differentiate,
             pins=tuple(pins),
             stored=stored_layouts(stored),
             tactics="",
             global_batch=None,
             replicate_small_batch=True,
         )
-        other = plan(module, planned_mesh, example_inputs=inputs, cluster=prices, options=more, rules=rules)
-        return compile_analysed(other, passes=passes), captured(other, inputs, differentiate)
+        planned = plan(
+            module,
+            self.mesh,
+            example_inputs=inputs,
+            cluster=self.cluster,
+            options=options,
+            rules=self.rules,
+        )
+        return compile_analysed(planned, passes=self.passes), self.captured(planned, inputs)
 
-    def captured(of: Planned, inputs: Any, differentiate: Differentiate) -> Captured:
-        def for_sizes(module: nn.Module, inputs: Any) -> Program | None:
-            assert of.source is not None
-            source = replace(of.source, model=module, args=inputs[0], kwargs=inputs[1])
-            analysis = source.analysed(lambda _: None)
-            try:
-                same = resized(of.plan, of.analysis, analysis)
-            except NotResizableError:
-                return None
-            return compile_analysed(Planned(same, analysis, of.cluster, None, source), passes=passes)
-
-        state = of.analysis.folded.joint.captured_state
-        return captured_of(state, inputs, differentiate, compiled, for_sizes)
-
-    inputs = source.args, source.kwargs
-    bound = bind(
-        program,
-        model,
-        device_mesh_for(program.whole_mesh, given),
-        seed=seed,
-        captured=captured(planned, inputs, options.differentiate),
-        local_batch=local_batch,
-    )
-    say_once(_decided(planned, program))
-    return bound
+    def resized(self, planned: Planned, module: nn.Module, inputs: Any) -> Program | None:
+        """The program of a plan for inputs of other sizes, None where it does not suit them."""
+        assert planned.source is not None
+        source = replace(planned.source, model=module, args=inputs[0], kwargs=inputs[1])
+        analysis = source.analysed(lambda _: None)
+        try:
+            same = resized(planned.plan, planned.analysis, analysis)
+        except NotResizableError:
+            return None
+        return compile_analysed(Planned(same, analysis, planned.cluster, None, source), passes=self.passes)
 
 
 def _decided(planned: Planned, program: Program) -> str:

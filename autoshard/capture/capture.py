@@ -7,8 +7,8 @@ as it was. Attention, cross-entropy and dropout stay whole (see ``autoshard.ops`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,11 +57,7 @@ def capture(
     """
     inputs = inputs_of(tuple(args), dict(kwargs or {}))
     with ExitStack() as stack:
-        model = stack.enter_context(as_written(model))
-        code = CodeReads.of(model)
-        stack.enter_context(outer_hooks_apart(model))
-        stack.enter_context(sets_in_order(model))
-        replaced = stack.enter_context(huggingface.prepared(model, kwargs or {}))
+        model, code, replaced = stack.enter_context(prepared(model, kwargs or {}))
         watch = StateWatch.of(model, code, replaced)
         stack.callback(watch.state.restore)
         stack.enter_context(watch.attributes.recording())
@@ -71,6 +67,22 @@ def capture(
         except NeedsValuesError as asked:
             joint = task.with_values(asked)
     return replace(joint, captured_state=watch.captured(joint))
+
+
+@contextmanager
+def prepared(
+    model: nn.Module, kwargs: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, CodeReads, list[tuple[Any, str]]]]:
+    """The model, ready to run on tensors without data: as written, its own hooks apart, sets in order.
+
+    Gives what its code reads, and (object, attribute) of what is set meanwhile, too.
+    """
+    with ExitStack() as stack:
+        model = stack.enter_context(as_written(model))
+        code = CodeReads.of(model)
+        stack.enter_context(outer_hooks_apart(model))
+        stack.enter_context(sets_in_order(model))
+        yield model, code, stack.enter_context(huggingface.prepared(model, kwargs))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import sympy
 import torch
 from torch import nn
 
-from autoshard.capture import huggingface, tracing
+from autoshard.capture import tracing
+from autoshard.capture.capture import prepared
 from autoshard.capture.host_random import no_host_random
 from autoshard.capture.inputs import inputs_of, state_of
-from autoshard.capture.module_snapshot import ModuleSnapshot, as_written
-from autoshard.capture.python_state.outer_hooks import outer_hooks_apart
+from autoshard.capture.module_snapshot import ModuleSnapshot
 from autoshard.capture.traced_function import Function
 from autoshard.torch_adapters.symbolic import decisions_of, running, symbolic_like, symbolic_mode, symbols_of
 
@@ -42,9 +42,6 @@ class SizeConditions:
             values[symbol] = sizes.pop()
         return all(c.xreplace(values) == sympy.true for c in self.conditions)
 
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.conditions))
-
 
 def size_conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeConditions | None:
     """What the code decides by sizes; None where it cannot be run with symbols, and nothing is known."""
@@ -53,9 +50,7 @@ def size_conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     mode = symbolic_mode()
     try:
         with ExitStack() as stack:
-            model = stack.enter_context(as_written(model))
-            stack.enter_context(outer_hooks_apart(model))
-            stack.enter_context(huggingface.prepared(model, kwargs))
+            model, _, _ = stack.enter_context(prepared(model, kwargs))
             stack.enter_context(ModuleSnapshot.of(model))
             state = state_of(model)
             held = [symbolic_like(t, mode, fixed=True) for t in state.tensors]

@@ -28,6 +28,7 @@ from autoshard.ops.ctc import ctc_loss, masked_select
 from autoshard.ops.draws import Draws
 from autoshard.ops.masked import setitem
 from autoshard.ops.windows import as_strided
+from autoshard.torch_adapters.modes import is_users
 
 Function = Callable[..., Any]
 
@@ -272,8 +273,7 @@ class LiftMode(TorchFunctionMode):
 
 def _asks_for_gradients(func: Any, frame: FrameType) -> bool:
     """Whether code that is not torch's reads an attribute that depends on gradients being recorded."""
-    package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return getattr(func, "__self__", None) in _GRAD_GETTERS and package not in ("torch", "autoshard")
+    return getattr(func, "__self__", None) in _GRAD_GETTERS and is_users(frame)
 
 
 def _frame() -> FrameType:

@@ -2,9 +2,8 @@
 
 The same plan, lowered for several sizes of the inputs, gives programs that are alike up to numbers. Each
 number becomes a formula of the sizes that differ between the inputs (batch, lengths), decided by some of the
-programs and checked by the others. A template gives programs for sizes between those that it was made of;
-where code of the model may have taken another way there, one of the programs has to have taken it, and there
-is no template.
+programs and checked by the others. For which sizes the model's code takes the same way, a template does not
+know: see `autoshard.capture.size_conditions`.
 """
 
 from __future__ import annotations
@@ -81,12 +80,11 @@ class ProgramTemplate:
     """A program whose numbers are formulas of sizes.
 
     program: its shapes and arguments hold `Size` and `Reciprocal` in place of numbers; it prints as programs
-    do. dims: (position of an argument, dim) -> which size it is. points: the sizes that it was made of.
+    do. dims: (position of an argument, dim) -> which size it is.
     """
 
     program: Program
     dims: Mapping[tuple[int, int], int]
-    points: tuple[tuple[int, ...], ...]
 
     def sizes_of(self, shapes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
         """The varying sizes of arguments, by position; None where two dims of one size differ."""
@@ -96,11 +94,6 @@ class ProgramTemplate:
             if found.setdefault(size, value) != value:
                 return None
         return tuple(found[k] for k in range(len(found)))
-
-    def covers(self, sizes: Sequence[int]) -> bool:
-        """Whether sizes lie between those that the template was made of."""
-        ends = zip(*self.points, strict=True)
-        return all(min(points) <= size <= max(points) for size, points in zip(sizes, ends, strict=True))
 
     def at(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes. Raises NotAlikeError where a formula gives no whole number."""
@@ -124,9 +117,7 @@ def template_of(programs: Sequence[Program]) -> ProgramTemplate:
     if not vectors or len(vectors) > len(NAMES):
         raise NotAlikeError("no size varies")
     points = tuple(zip(*vectors, strict=True))
-    merge = _Merge(points)
-    merged = merge.programs(programs)
-    return ProgramTemplate(merged, dims, points)
+    return ProgramTemplate(_Merge(points).programs(programs), dims)
 
 
 class _Merge:

@@ -29,18 +29,15 @@ class Arguments:
 
     def matched(self, args: tuple[Any, ...], kwargs: Kwargs) -> list[Any] | None:
         """The leaves of a call; None if they are not those the program was compiled for."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.spec:
-            try:
-                leaves = self._matched(self._named(args, kwargs))
-            except UsageError:
-                return None
-        for k, ((kind, wanted), leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
-            if kind == "static" and repr(leaf) != wanted:
-                return None
-            if kind == "tensor" and type(leaf) in (int, float):
-                leaves[k] = torch.tensor(leaf)  # a number that differs from call to call
-        return leaves
+        try:
+            leaves = self.flattened(args, kwargs)
+        except UsageError:
+            return None
+        # a number that differs from call to call
+        return [
+            torch.tensor(leaf) if kind == "tensor" and type(leaf) in (int, float) else leaf
+            for (kind, _), leaf in zip(self.leaves, leaves, strict=True)
+        ]
 
     def unflattened(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Kwargs]:
         """(positional, keyword) arguments, from their leaves."""

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.python_state.code_reads import PLAIN
 from autoshard.errors import UsageError
-from autoshard.runtime.outputs import Rows
+from autoshard.runtime.outputs import Rows, mean_over
 from autoshard.runtime.said import say_once
 
 #: arguments that programs take
-SIMPLE = (*PLAIN, torch.Tensor)
+_SIMPLE = (*PLAIN, torch.Tensor)
 #: where a parameter stands: a module's table of parameters and its key there
 _Slot = tuple[dict[str, Any], str, DTensor]
 
@@ -50,7 +49,7 @@ class EagerCalls:
 
     def say_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the whole model has no program: say so, and why, once for each reason."""
-        kinds = {type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if not isinstance(x, SIMPLE)}
+        kinds = {type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if not isinstance(x, _SIMPLE)}
         why = f"its arguments hold {' and '.join(sorted(kinds))}" if kinds else "its code asks for gradients"
         if why not in self._said:
             self._said.add(why)
@@ -137,6 +136,11 @@ def _full(parameter: DTensor) -> torch.Tensor:
     return detached.full_tensor()
 
 
+def is_opaque(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has arguments that no program takes: neither tensors nor plain values."""
+    return any(not isinstance(x, _SIMPLE) for x in pytree.tree_leaves((args, kwargs)))
+
+
 class EagerHook:
     """A hook of `EagerCalls`, to be told from those of the user's."""
 
@@ -157,10 +161,4 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        mesh: DeviceMesh = ctx.mesh
-        ways = 1
-        for axis in ctx.axes:
-            ways *= mesh.size(axis)
-        parts = [Partial() if axis in ctx.axes else Replicate() for axis in range(mesh.ndim)]
-        whole = DTensor.from_local(grad / ways if ways > 1 else grad, mesh, parts, run_check=False)
-        return whole.redistribute(mesh, ctx.placements), None
+        return mean_over(grad, ctx.mesh, ctx.axes, ctx.placements), None

@@ -28,7 +28,6 @@ from autoshard.runtime.checks.agreement import (
 )
 from autoshard.runtime.checks.call_guard import CallGuard, Captured, Inputs
 from autoshard.runtime.checks.recapture import with_inputs
-from autoshard.runtime.eager_calls import SIMPLE
 from autoshard.runtime.local_batch import batch_leaves, gathered_batch, global_example
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.parallel_class import as_built
@@ -151,7 +150,7 @@ class ProgramFamily:
         if local is not None:
             axes = tuple(range(runner.place_mesh.ndim))
             return Rows(*local, axes, runner.place_mesh.size())
-        return runner.batch_rows() if self.parts else None
+        return runner.batch_rows if self.parts else None
 
     def _known(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: bool
@@ -226,10 +225,7 @@ class ProgramFamily:
                 program = bound.sized.of(module, inputs)
             if program is None:
                 continue
-            made = self.bind(bound, program, with_inputs(bound.captured, inputs))
-            made.sized = None  # the program that was planned has them
-            check_first_call(made.runner, module, WeightHashes({}, {}), pytree.tree_leaves(inputs))
-            return made
+            return self._agreed(module, bound, program, with_inputs(bound.captured, inputs), inputs)
         return None
 
     def _bound(self, module: nn.Module, inputs: Inputs) -> BoundProgram:
@@ -240,9 +236,16 @@ class ProgramFamily:
             inputs, pins = self._of_parts(inputs)
         with as_built(module, first.runner.program.signature):
             program, captured = first.captured.compiled(module, inputs, "auto", self._stored, pins)
-        bound = self.bind(first, program, captured)
-        leaves = pytree.tree_leaves(inputs)
-        check_first_call(bound.runner, module, WeightHashes({}, {}), leaves)
+        bound = self._agreed(module, first, program, captured, inputs)
+        bound.sized = SizedPrograms(program, captured)
+        return bound
+
+    def _agreed(
+        self, module: nn.Module, like: BoundProgram, program: Program, captured: Captured, inputs: Inputs
+    ) -> BoundProgram:
+        """A program, bound, that all ranks have for inputs that all ranks give; collective."""
+        bound = self.bind(like, program, captured)
+        check_first_call(bound.runner, module, WeightHashes({}, {}), pytree.tree_leaves(inputs))
         return bound
 
     def _if_captured(self, module: nn.Module, inputs: Inputs) -> BoundProgram | None:
@@ -260,7 +263,7 @@ class ProgramFamily:
     def _of_parts(self, inputs: Inputs) -> tuple[Inputs, tuple[str, ...]]:
         """The global inputs of which ranks give their rows, and pins that divide them so."""
         runner = self.programs[0].runner
-        rows = runner.batch_rows()
+        rows = runner.batch_rows
         if rows is None:
             return inputs, ()
         placed = ",".join(
@@ -309,7 +312,9 @@ class ProgramFamily:
             )
         with as_built(module, runner.program.signature):
             program, more = captured.compiled(module, captured.inputs, "all", self._stored, ())
-        self.programs[number] = self._replaced[runner] = bound = self.bind(old, program, more)
+        bound = self.bind(old, program, more)
+        bound.sized = SizedPrograms(program, more)
+        self.programs[number] = self._replaced[runner] = bound
         if self.current is old:
             self.current = bound
         return bound
@@ -352,8 +357,3 @@ def _give_alike(one: Runner, other: Runner, module: nn.Module, leaves: Sequence[
         for a, b in zip(*found, strict=True)
     )
     return not any_rank(one, not alike)
-
-
-def is_opaque(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has arguments that no program takes: neither tensors nor plain values."""
-    return any(not isinstance(x, SIMPLE) for x in pytree.tree_leaves((args, kwargs)))

@@ -26,8 +26,8 @@ from autoshard.runtime.arguments import split_inputs
 from autoshard.runtime.checks.agreement import WeightHashes
 from autoshard.runtime.checks.call_guard import CallGuard, Captured
 from autoshard.runtime.checks.recapture import same_graph_as_stored
-from autoshard.runtime.eager_calls import EagerCalls
-from autoshard.runtime.family import BoundProgram, ProgramFamily, is_opaque
+from autoshard.runtime.eager_calls import EagerCalls, is_opaque
+from autoshard.runtime.family import BoundProgram, ProgramFamily
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.follow_parameters import follow_parameters
@@ -314,7 +314,8 @@ def _bind(
             _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
     module.__dict__.pop("forward", None)  # a replaced one is part of the program, and would run in its place
     module.__class__ = parallel_class(type(module), ParallelModule)
-    first = _of(runner, guard, captured)
+    sized = None if captured is None else SizedPrograms(program, captured)
+    first = BoundProgram(runner, Stepper(runner), guard, captured, sized)
     family = ProgramFamily(first, built.cut(module), local_batch, partial(_bound, module))
     module._autoshard_family, module._autoshard_eager = family, eager  # type: ignore[assignment]
     follow_parameters(module, {p: made.get(n) for n, p in given.items()})
@@ -345,12 +346,7 @@ def _bound(module: nn.Module, like: BoundProgram, program: Program, captured: Ca
         keep_blocks(module)
         runner.clock.follow(new.values())
     guard = _guard(module, program, runner.device.type, captured, captured.state)
-    return _of(runner, guard, captured)
-
-
-def _of(runner: Runner, guard: CallGuard, captured: Captured | None) -> BoundProgram:
-    sized = None if captured is None else SizedPrograms(runner.program, captured)
-    return BoundProgram(runner, Stepper(runner), guard, captured, sized)
+    return BoundProgram(runner, Stepper(runner), guard, captured)
 
 
 def _guard(

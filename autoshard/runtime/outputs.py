@@ -6,11 +6,15 @@ once; an output that nothing uses is never gathered. Every rank must use an outp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.torch_adapters.dtensor import Spec, without_torch_function
@@ -113,7 +117,15 @@ class _RowsOf(torch.autograd.Function):
         spec: Spec = ctx.spec
         rows: Rows = ctx.rows
         padded = grad.new_zeros(ctx.shape)
-        padded.narrow(0, rows.start, rows.count).copy_(grad / rows.ways)
-        parts = [Partial() if axis in rows.axes else Replicate() for axis in range(spec.mesh.ndim)]
-        whole = DTensor.from_local(padded, spec.mesh, parts, run_check=False)
-        return whole.redistribute(spec.mesh, spec.placements), None
+        padded.narrow(0, rows.start, rows.count).copy_(grad)
+        return mean_over(padded, spec.mesh, rows.axes, spec.placements), None
+
+
+def mean_over(
+    grad: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], placements: Sequence[Placement]
+) -> DTensor:
+    """A global gradient that differs along some axes of the mesh, as the mean over these."""
+    ways = prod(mesh.size(axis) for axis in axes)
+    parts = [Partial() if axis in axes else Replicate() for axis in range(mesh.ndim)]
+    own = DTensor.from_local(grad / ways if ways > 1 else grad, mesh, parts, run_check=False)
+    return own.redistribute(mesh, placements)

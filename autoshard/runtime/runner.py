@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -171,15 +172,13 @@ class Runner:
         """
         form: Literal["global", "part"] = "global"
         for port in self.inputs:
-            x, placed = leaves[int(port.target)], self.program.lowered.values[port.name]
-            if not isinstance(x, torch.Tensor) or x.dtype != torch_dtype(placed.type.dtype):
-                return None
-            if x.requires_grad and port.target not in self.differentiable and torch.is_grad_enabled():
+            x = leaves[int(port.target)]
+            if not self._takes_type(x, port):
                 return None
             shape = tuple(x.shape)
             if calls > 1 and port.target in self.program.signature.batch_inputs:
                 shape = (shape[0] // calls, *shape[1:]) if shape and shape[0] % calls == 0 else ()
-            if shape != placed.type.shape:
+            if shape != port.type.shape:
                 if isinstance(x, DTensor) or shape != self._part_shape(port):
                     return None
                 form = "part"
@@ -187,13 +186,14 @@ class Runner:
 
     def takes_sizes_like(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments of a call differ from the program's in sizes alone."""
-        for port in self.inputs:
-            x, type_ = leaves[int(port.target)], port.type
-            if not isinstance(x, torch.Tensor) or x.dtype != torch_dtype(type_.dtype):
-                return False
-            if x.dim() != len(type_.shape) or (x.requires_grad and port.target not in self.differentiable):
-                return False
-        return True
+        given = [(leaves[int(p.target)], p) for p in self.inputs]
+        return all(self._takes_type(x, p) and x.dim() == len(p.type.shape) for x, p in given)
+
+    def _takes_type(self, x: object, port: Port) -> TypeGuard[torch.Tensor]:
+        """Whether an argument is a tensor of an input's type, and wants no gradient that there is not."""
+        if not isinstance(x, torch.Tensor) or x.dtype != torch_dtype(port.type.dtype):
+            return False
+        return not x.requires_grad or port.target in self.differentiable or not torch.is_grad_enabled()
 
     def _part_shape(self, port: Port) -> tuple[int, ...] | None:
         """Of each rank's rows; None where not all have the same number."""
@@ -204,6 +204,7 @@ class Runner:
         }
         return ends.pop() if len(ends) == 1 else None
 
+    @cached_property
     def batch_rows(self) -> Rows | None:
         """The rows of the batch that this rank's part of the inputs has; None where it has all."""
         for port in self.inputs:

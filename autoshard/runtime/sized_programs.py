@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.size_conditions import SizeConditions, size_conditions
 from autoshard.cluster.mesh import Mesh
+from autoshard.ir import Port
 from autoshard.ir.placement import layout_ok
 from autoshard.program.program import Program
 from autoshard.program.template import NotAlikeError, ProgramTemplate, template_of
@@ -104,7 +105,7 @@ class SizedPrograms:
         """Of sizes that divide as some do."""
         even = self._even(conditions, shapes)
         programs = [self.program] if even == self._even(conditions, self._shapes) else []
-        ranks = Mesh.parse(self.program.mesh).world_size
+        ranks = self._mesh.world_size
         for probe in _PROBES:
             sizes = {
                 s: ranks * probe[n % len(probe)] * (1 + n // len(probe)) - (not even[n])
@@ -132,24 +133,29 @@ class SizedPrograms:
 
     def _inputs_divide(self, shapes: Mapping[int, tuple[int, ...]]) -> bool:
         """Whether every rank gets some of every argument."""
-        sizes = Mesh.parse(self.program.mesh).sizes
         values = self.program.lowered.values
         return all(
-            layout_ok(shapes[int(p.target)], values[p.name].layout, sizes)
-            for p in self.program.signature.ports
-            if p.kind == "input" and p.target.isdigit()
+            layout_ok(shapes[int(p.target)], values[p.name].layout, self._mesh.sizes) for p in self._inputs
         )
 
     def _even(self, conditions: SizeConditions, shapes: Mapping[int, tuple[int, ...]]) -> tuple[bool, ...]:
         """Per size that varies, whether it divides evenly over all ranks."""
-        ranks = Mesh.parse(self.program.mesh).world_size
+        ranks = self._mesh.world_size
         places = (p[0] for p in conditions.dims.values())
         return tuple(shapes[position][dim] % ranks == 0 for position, dim in places)
 
     @property
-    def _shapes(self) -> dict[int, tuple[int, ...]]:
+    def _mesh(self) -> Mesh:
+        return Mesh.parse(self.program.mesh)
+
+    @property
+    def _inputs(self) -> list[Port]:
         ports = self.program.signature.ports
-        return {int(p.target): p.type.shape for p in ports if p.kind == "input" and p.target.isdigit()}
+        return [p for p in ports if p.kind == "input" and p.target.isdigit()]
+
+    @property
+    def _shapes(self) -> dict[int, tuple[int, ...]]:
+        return {int(p.target): p.type.shape for p in self._inputs}
 
 
 def _divides(program: Program) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -31,10 +32,14 @@ def grad_mode_noted(note: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code that is neither torch's nor ours."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "autoshard")
+
+
 def _noting(asked: Callable[[], bool], note: Callable[[], None]) -> Callable[[], bool]:
     def ask() -> bool:
-        package = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if package not in ("torch", "autoshard"):
+        if is_users(sys._getframe(1)):
             note()
         return asked()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -96,18 +96,21 @@ def parts_differ(runner: Runner, leaves: Sequence[Any]) -> bool:
     """
     parts = [leaves[int(p.target)] for p in runner.inputs if _plain(leaves[int(p.target)])]
     own = hash_of(*parts)
-    ends = torch.tensor([own, -own], dtype=torch.int64, device=runner.device)
-    for group in runner.axis_groups:
-        dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
+    ends = _reduced(runner, torch.tensor([own, -own], dtype=torch.int64, device=runner.device), "min")
     return int(ends[0]) != -int(ends[1])
 
 
 def any_rank(runner: Runner, here: bool) -> bool:
     """Whether something holds on some rank; collective over the program's ranks."""
-    flag = torch.tensor(int(here), device=runner.device)
+    return bool(_reduced(runner, torch.tensor(int(here), device=runner.device), "max"))
+
+
+def _reduced(runner: Runner, x: torch.Tensor, op: Literal["min", "max", "sum"]) -> torch.Tensor:
+    """A tensor reduced over all ranks of the program, in place: along the axes of the mesh in turn."""
+    ops = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
     for group in runner.axis_groups:
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    return bool(flag)
+        dist.all_reduce(x, ops[op], group=group)
+    return x
 
 
 def _plain(x: object) -> TypeGuard[torch.Tensor]:
@@ -134,9 +137,7 @@ def _entries(
 def _compare(runner: Runner, entries: Mapping[str, int]) -> None:
     own = torch.tensor(list(entries.values()), dtype=torch.int64, device=runner.device)
     both = torch.cat([own, torch.where(own == _ANY, own, -own)])
-    for group in runner.axis_groups:
-        dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
-    low, high = both.chunk(2)
+    low, high = _reduced(runner, both, "min").chunk(2)
     differ = (low != -high) & (low != _ANY)
     if not bool(differ.any()):
         return
@@ -149,9 +150,7 @@ def _by_rank(runner: Runner, own: int) -> dict[int, int]:
     order = runner.place.order
     table = torch.zeros(len(order), dtype=torch.int64, device=runner.device)
     table[order.index(dist.get_rank())] = own
-    for group in runner.axis_groups:
-        dist.all_reduce(table, group=group)
-    return dict(zip(order, table.tolist(), strict=True))
+    return dict(zip(order, _reduced(runner, table, "sum").tolist(), strict=True))
 
 
 def _error(name: str, sums: Mapping[int, int]) -> Exception:
