@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cluster import (
-    Cluster,
-    Mesh,
-    load_cluster,
-    parse_target,
-    usable_memory,
+from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target
+from autoshard.cluster.load import catalog_names
+from autoshard.errors import UsageError
+from autoshard.options import PassOptions, PlanOptions, options_from, split_options
+from autoshard.planner.compiling import (
+    compile_analysed,
+    mesh_of_plan,
+    ranks_of,
+    request_of,
 )
-from autoshard.errors import UsageError, VerificationError
-from autoshard.options import Differentiate, PassOptions, PlanOptions, options_from, split_options
-from autoshard.passes.simplify.batch_terms import NO_TERMS
-from autoshard.planner.analysis import Analysis
-from autoshard.planner.lowering import DEFAULT, lower_plan
-from autoshard.planner.planning import Planned, PlanningRequest, Progress, Source
-from autoshard.planner.resized import NotResizableError, resized
-from autoshard.planner.step_terms import step_terms, warn_of
+from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
 from autoshard.runtime.arguments import split_inputs
 from autoshard.search.plan.plan import Plan
-from autoshard.search.problem.problem import batch_of
+from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.torch_adapters.compiled import uncompiled
 
-if TYPE_CHECKING:
-    from autoshard.runtime.checks.call_guard import Captured
+__all__ = ["Compiled", "compile", "compile_analysed", "load", "parallelize", "plan", "with_options"]
 
 
 @dataclass(frozen=True)
@@ -82,35 +75,8 @@ def plan(
     """
     chosen = options_from(PlanOptions, overrides, options)
     args, kwargs = split_inputs(example_inputs)
-    where = parse_target(mesh)
-    machine = _cluster_of(where, cluster, model)
-    named = isinstance(where, Cluster) or cluster is not None
-    ranks = where.world_size if isinstance(where, Mesh) else _devices(machine, chosen.devices)
-    limit = usable_memory(machine.used_by(ranks).device) if chosen.memory is None and named else chosen.memory
-    request = PlanningRequest(where, machine, ranks, chosen, limit, target, progress or (lambda _: None))
-    source = Source(model, args, kwargs, chosen.replicate_unknown, rules, chosen.differentiate)
-    return request.planned(source)
-
-
-def _cluster_of(where: Mesh | Cluster, cluster: Any, model: nn.Module) -> Cluster:
-    if isinstance(where, Cluster):
-        return where
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster is not None:
-        return load_cluster(cluster)
-    first = next(model.parameters(), None)
-    return load_cluster("cpu-gloo" if first is not None and first.device.type == "cpu" else "h100-dgx")
-
-
-def _devices(cluster: Cluster, devices: int | None) -> int:
-    if devices is None:
-        devices = int(os.environ.get("WORLD_SIZE", cluster.devices or 0))
-    if not devices:
-        raise UsageError(
-            f"cluster {cluster.name} does not say how many devices to use", hint="pass devices=N (--gpus N)"
-        )
-    return devices
+    request = request_of(model, mesh, cluster, chosen, target, progress)
+    return request.planned(Source(model, args, kwargs, chosen.replicate_unknown, rules, chosen.differentiate))
 
 
 def compile(
@@ -138,49 +104,6 @@ def compile(
     return Compiled(compile_analysed(plan, say, options_from(PassOptions, passes)))
 
 
-def compile_analysed(
-    planned: Planned,
-    progress: Progress | None = None,
-    passes: PassOptions = DEFAULT,
-    **overrides: Any,
-) -> Program:
-    """The program of a plan, from the analysis it was made with.
-
-    The program is one microbatch; a model that was captured with another batch is captured again. overrides:
-    fields of ``passes`` by name.
-    """
-    passes = options_from(PassOptions, overrides, passes)
-    say = progress or (lambda _: None)
-    analysis, plan = planned.analysis, planned.plan
-    captured = batch_of(analysis.folded)
-    if plan.batch and captured != plan.batch:
-        if planned.source is None:
-            raise VerificationError(
-                f"the plan is for microbatches of {plan.batch} sequences, the capture has {captured}",
-                hint="compile with example inputs of one microbatch",
-            )
-        analysis = planned.source.with_batch(analysis, plan.batch).analysed(say)
-    if analysis.fingerprint != plan.fingerprint:
-        raise VerificationError(
-            "the plan was made for another model or other inputs",
-            why=f"the graph's fingerprint is {analysis.fingerprint}, the plan's {plan.fingerprint}",
-            hint="plan again",
-        )
-    terms = NO_TERMS
-    if plan.microbatches > 1:
-        terms = step_terms(planned.source, planned.analysis, analysis, say)
-        warn_of(terms)
-    say("emitting programs")
-    program = lower_plan(plan, analysis, planned.cluster, passes, say, terms)
-    return replace(program, user_ops=_user_ops(analysis))
-
-
-def _user_ops(analysis: Analysis) -> tuple[str, ...]:
-    """The ops of a model that have a rule of the user's."""
-    used = {node.op for graph in analysis.folded.segments.values() for node in graph.nodes}
-    return tuple(sorted(op for op in used & set(analysis.table) if op not in RULES))
-
-
 def load(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -189,17 +112,27 @@ def load(
     seed: int = 0,
     rules: Rules = None,
 ) -> nn.Module:
-    """Make ``model`` run a stored program, on every rank: no capture, no search.
+    """Make ``model`` run a stored program, on every rank: no capture, no search. Calls of another kind are
+    planned as of a model that `parallelize` gave.
 
     The process group is made from the environment (torchrun) if there is none yet. A program only calls
     ops that are known: a program with ops of the user's own needs their ``rules`` again, and raises
     VerificationError without them.
     """
+    from autoshard.planner.model_compiler import ModelCompiler
+    from autoshard.runtime.compile_once import CompilingRanks
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
     program = load_program(folder, rules=rules)
-    return bind(program, model, device_mesh_for(program.whole_mesh, mesh), seed=seed)
+    devices = device_mesh_for(program.whole_mesh, mesh)
+    plan = plan_from_json(program.plan)
+    known = plan.cluster if plan.cluster in catalog_names() else None
+    compiler = ModelCompiler(
+        mesh_of_plan(plan), known, PlanOptions(), PassOptions(), rules, CompilingRanks.of(devices)
+    )
+    captured = compiler.of_stored(program, uncompiled(model))
+    return bind(program, model, devices, seed=seed, captured=captured)
 
 
 def parallelize(
@@ -217,11 +150,11 @@ def parallelize(
 
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, and the
-    model is trained by ``train_step`` (see `runtime.module.ParallelModule`). Every rank given the same
-    arguments comes to the same plan. For a loss on other outputs than the one that the model returns, a
-    program for the gradients of all outputs is compiled at the first such backward, or at once with
-    ``differentiate="all"``. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class
-    or a factory.
+    model is trained by ``train_step`` (see `runtime.module.ParallelModule`). The first rank compiles, the
+    others receive its program; ``AUTOSHARD_CACHE`` names a folder that keeps it. For a loss on other outputs
+    than the one that the model returns, a program for the gradients of all outputs is compiled at the first
+    such backward, or at once with ``differentiate="all"``. As a decorator
+    (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
 
     The mesh, example inputs, cluster and rules are those of `plan`.
 
@@ -286,115 +219,44 @@ def _parallelize_now(
     seed: int,
     rules: Rules,
 ) -> nn.Module:
-    from autoshard.runtime.groups import device_mesh_for
+    from autoshard.planner.model_compiler import ModelCompiler
+    from autoshard.runtime.compile_once import CompilingRanks
+    from autoshard.runtime.groups import device_mesh_for, init_world
     from autoshard.runtime.local_batch import global_example
     from autoshard.runtime.module import bind
     from autoshard.runtime.said import say_once
 
+    where = parse_target(mesh)
     if local_batch:
-        where = parse_target(mesh)
-        ranks = where.world_size if isinstance(where, Mesh) else _devices(where, options.devices)
-        example_inputs = global_example(example_inputs, ranks)
-    planned = plan(model, mesh, example_inputs=example_inputs, cluster=cluster, options=options, rules=rules)
-    program = compile_analysed(planned, passes=passes)
+        example_inputs = global_example(example_inputs, ranks_of(where, options))
     given = mesh if isinstance(mesh, DeviceMesh) else None
-
-    source = planned.source
-    assert source is not None
-    prices = planned.cluster if isinstance(parse_target(mesh), Cluster) else cluster
-    again = _Recompiler(planned.plan.mesh, prices, options, passes, rules)
+    init_world(where if isinstance(where, Mesh) and given is None else None)
+    compiler = ModelCompiler(where, cluster, options, passes, rules, CompilingRanks.of(given))
+    program, captured, planned = compiler.first(model, split_inputs(example_inputs))
     bound = bind(
         program,
         model,
         device_mesh_for(program.whole_mesh, given),
         seed=seed,
-        captured=again.captured(planned, (source.args, source.kwargs)),
+        captured=captured,
         local_batch=local_batch,
     )
-    say_once(_decided(planned, program))
+    say_once(_decided(program, planned))
     return bound
 
 
-@dataclass(frozen=True)
-class _Recompiler:
-    """Compiles further programs of a parallel model, with its options. mesh, cluster: as for `plan`."""
-
-    mesh: str
-    cluster: str | os.PathLike[str] | Cluster | None
-    options: PlanOptions
-    passes: PassOptions
-    rules: Rules
-
-    def captured(self, planned: Planned, inputs: Any) -> Captured:
-        """What the capture of a plan leaves. inputs: that it was captured with."""
-        from autoshard.runtime.checks.recapture import captured_of
-
-        assert planned.source is not None
-        state, differentiate = planned.analysis.folded.joint.captured_state, planned.source.differentiate
-        return captured_of(
-            state, inputs, differentiate, self.compiled, functools.partial(self.resized, planned)
-        )
-
-    def compiled(
-        self,
-        module: nn.Module,
-        inputs: Any,
-        differentiate: Differentiate,
-        stored: Sequence[Program],
-        pins: Sequence[str],
-    ) -> tuple[Program, Captured]:
-        """A program for other inputs: see `runtime.checks.call_guard.Compiling`."""
-        options = replace(
-            self.options,
-            differentiate="all" if self.options.differentiate == "all" else differentiate,
-            pins=tuple(pins),
-            stored=stored_layouts(stored),
-            tactics="",
-            global_batch=None,
-            replicate_small_batch=True,
-        )
-        planned = plan(
-            module,
-            self.mesh,
-            example_inputs=inputs,
-            cluster=self.cluster,
-            options=options,
-            rules=self.rules,
-        )
-        return compile_analysed(planned, passes=self.passes), self.captured(planned, inputs)
-
-    def resized(self, planned: Planned, module: nn.Module, inputs: Any) -> Program | None:
-        """The program of a plan for inputs of other sizes, None where it does not suit them."""
-        assert planned.source is not None
-        source = replace(planned.source, model=module, args=inputs[0], kwargs=inputs[1])
-        analysis = source.analysed(lambda _: None)
-        try:
-            same = resized(planned.plan, planned.analysis, analysis)
-        except NotResizableError:
-            return None
-        return compile_analysed(Planned(same, analysis, planned.cluster, None, source), passes=self.passes)
-
-
-def _decided(planned: Planned, program: Program) -> str:
-    """What `parallelize` decided, in a line."""
-    solution = planned.solution
-    assert solution is not None
-    seconds, held = solution.placements.seconds, solution.placements.bytes
+def _decided(program: Program, planned: Planned | None) -> str:
+    """What `parallelize` decided, in a line. planned: None for a program from the cache."""
+    plan = plan_from_json(program.plan)
+    seconds = plan.optimality.seconds
+    if planned is None or planned.solution is None:
+        about = "read from the cache"
+    else:
+        about = f"{bytes_up(planned.solution.placements.bytes)} per rank"
     return (
-        f"{program.whole_mesh}, step {1e3 * seconds:.3g} ms on {planned.cluster.name} (predicted), "
-        f"{bytes_up(held)} per rank; model.plan has the placements"
+        f"{program.whole_mesh}, step {1e3 * seconds:.3g} ms on {plan.cluster} (predicted), {about}; "
+        "model.plan has the placements"
     )
-
-
-def stored_layouts(programs: Iterable[Program]) -> tuple[tuple[str, str], ...]:
-    """The layouts that parameters of programs have, by name."""
-    found: dict[str, str] = {}
-    for program in programs:
-        for port in program.signature.ports:
-            if port.kind == "param":
-                layout = program.lowered.values[port.name].layout
-                found[port.target] = " ".join(map(str, layout))
-    return tuple(found.items())
 
 
 def _decorate(target: Any, **options: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -24,18 +24,22 @@ from autoshard.capture.module_snapshot import ModuleSnapshot
 from autoshard.capture.traced_function import Function
 from autoshard.torch_adapters.symbolic import decisions_of, running, symbolic_like, symbolic_mode, symbols_of
 
+#: of every size that varies, (position of an argument, dim) of all that have it
+SizedDims: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+
 
 @dataclass(frozen=True)
 class SizeConditions:
-    """dims: symbol -> (position of an argument, dim) of all its sizes. conditions: that have to hold."""
+    """symbols: of the sizes that vary, in the order of dims. conditions: that have to hold."""
 
-    dims: Mapping[sympy.Symbol, tuple[tuple[int, int], ...]]
+    symbols: tuple[sympy.Symbol, ...]
+    dims: SizedDims
     conditions: tuple[sympy.Basic, ...]
 
     def hold(self, shapes: Mapping[int, tuple[int, ...]]) -> bool:
         """Whether arguments of these shapes, by position, take the same way through the model's code."""
         values: dict[sympy.Symbol, int] = {}
-        for symbol, places in self.dims.items():
+        for symbol, places in zip(self.symbols, self.dims, strict=True):
             sizes = {shapes[position][dim] for position, dim in places}
             if len(sizes) > 1:
                 return False
@@ -70,5 +74,7 @@ def size_conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         for dim, symbol in enumerate(row):
             if symbol is not None:
                 dims.setdefault(symbol, []).append((position, dim))
-    table = {s: tuple(places) for s, places in dims.items()}
-    return SizeConditions(table, tuple(decisions_of(mode, list(dims))))
+    symbols_found = tuple(dims)
+    return SizeConditions(
+        symbols_found, tuple(map(tuple, dims.values())), tuple(decisions_of(mode, symbols_found))
+    )

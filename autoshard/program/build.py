@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autoshard.capture.python_state.captured_state import texts_of
 from autoshard.ir import Call, Folded, Joint, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
 from autoshard.ir.offload import NO_OFFLOAD
@@ -69,9 +70,18 @@ def build_program(
 
 
 def _state_of(joint: Joint) -> StoredState:
-    if joint.captured_state is None:
+    state = joint.captured_state
+    if state is None:
         return StoredState()  # of a graph that was not captured from Python code
-    return StoredState(joint.captured_state.digest, joint.captured_state.texts())
+    local = bool(state.left or state.constants)
+    return StoredState(
+        state.digest,
+        texts_of(state.reads),
+        texts_of(state.variables),
+        state.grad_mode,
+        state.environment,
+        local,
+    )
 
 
 def _added_before(position: int, how: LoweringOptions) -> int:

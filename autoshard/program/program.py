@@ -12,7 +12,7 @@ from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,18 @@ class PipelineStages:
 class StoredState:
     """What a program was captured from, in a form that another process can compare.
 
-    graph: digest of the captured graph (`capture.python_state.captured_state.graph_digest`). attributes: that
-    the model's code read, by label, with their values as text; no text for an object.
+    graph: digest of the captured graph (`capture.python_state.captured_state.graph_digest`). attributes,
+    variables: that the model's code read, by label, with their values as text; no text for an object.
+    grad_mode, environment: see `CapturedState`. local: whether the graph depends on objects that no other
+    process has, so that each has to capture it.
     """
 
     graph: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    grad_mode: bool = False
+    environment: bool = False
+    local: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,7 +125,29 @@ def _may_replace(target: Path, overwrite: bool) -> bool:
     return not any(target.iterdir()) or (overwrite and (target / "manifest.json").is_file())
 
 
+def packed(program: Program) -> bytes:
+    """All files of a program folder, for another process."""
+    return zlib.compress(json.dumps(_files(program)).encode(), 1)
+
+
+def unpacked(data: bytes, rules: Rules = None) -> Program:
+    """The program that `packed` made, checked as one that is read from a folder.
+
+    rules: of the ops of the user's own that it calls. Raises VerificationError.
+    """
+    files = json.loads(zlib.decompress(data))
+    return _load(files.__getitem__, json.loads(files["manifest.json"]), _ops_of(rules))
+
+
 def _write(program: Program, folder: Path) -> None:
+    files = _files(program)
+    (folder / "dumps").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _files(program: Program) -> dict[str, str]:
+    """Name -> text; the manifest is the last."""
     files = {
         "program.py": program_text(program),
         "plan.json": program.plan,
@@ -147,10 +171,7 @@ def _write(program: Program, folder: Path) -> None:
     )
     notes = _json(_notes(program, _bound(manifest)))
     files["notes.json"], manifest.files["notes.json"] = notes, _digest(notes)
-    (folder / "dumps").mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    (folder / "manifest.json").write_text(_json(manifest, 1), encoding="utf-8")
+    return {**files, "manifest.json": _json(manifest, 1)}
 
 
 def _digest(text: str) -> str:
@@ -232,7 +253,6 @@ def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_re
     rules: of the ops of the user's own that the program calls; VerificationError if one is missing, unless
     ``only_read``: the program is not going to run.
     """
-    own = frozenset(r.op for r in user_rules(rules))
     root = Path(folder)
     try:
         raw = json.loads(_text(root / "manifest.json"))
@@ -243,7 +263,7 @@ def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_re
             f"{root}/manifest.json cannot be read", why=str(error), hint=RECOMPILE
         ) from None
     try:
-        return _load(root, raw, None if only_read else own)
+        return _load(partial(_text_in, root), raw, None if only_read else _ops_of(rules))
     except VerificationError as error:
         raise _of_version(error, raw) from None
     except _DAMAGE as error:
@@ -263,8 +283,13 @@ def _of_version(error: VerificationError, manifest: object) -> VerificationError
     return VerificationError(error.what, where=error.where, why=why, hint=error.hint)
 
 
-def _load(root: Path, raw: object, own: frozenset[str] | None) -> Program:
-    """own: the ops that the user gave rules for; None: whatever the manifest names."""
+def _ops_of(rules: Rules) -> frozenset[str]:
+    return frozenset(r.op for r in user_rules(rules))
+
+
+def _load(text_of: Callable[[str], str], raw: object, own: frozenset[str] | None) -> Program:
+    """text_of: of a file, by its name. own: the ops that the user gave rules for; None: whatever the manifest
+    names."""
     if not isinstance(raw, dict) or "format" not in raw:
         fail("", "no format")
     if raw["format"] != FORMAT:
@@ -277,7 +302,7 @@ def _load(root: Path, raw: object, own: frozenset[str] | None) -> Program:
     user_ops, mesh = manifest.user_ops, manifest.mesh
     if own is not None:
         _check_rules_given(user_ops, own)
-    texts = {name: _checked(root, name, digest) for name, digest in manifest.files.items()}
+    texts = {name: _checked(text_of(name), name, digest) for name, digest in manifest.files.items()}
     lowered, ports, returns = parse_program(texts["program.py"], axis_names(mesh), known_ops(user_ops))
     notes = _read(texts, "notes.json", _Notes)
     signature = _signature_in(manifest.signature, ports)
@@ -358,11 +383,14 @@ def _check_rules_given(user_ops: tuple[str, ...], own: frozenset[str]) -> None:
         )
 
 
-def _checked(root: Path, name: str, digest: str) -> str:
+def _text_in(root: Path, name: str) -> str:
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()):
         raise VerificationError(f"{name!r} points outside the program folder", hint=RECOMPILE)
-    text = _text(path)
+    return _text(path)
+
+
+def _checked(text: str, name: str, digest: str) -> str:
     if _digest(text) != digest:
         raise VerificationError(f"{name} is not what was written", why="its checksum differs", hint=RECOMPILE)
     return text

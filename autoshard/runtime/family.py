@@ -211,7 +211,7 @@ class ProgramFamily:
         """A program for other sizes of the arguments alone, with the plan that there is."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         # those that are for the model as it is now come first: for others it is captured to know
-        for bound in sorted(self.programs, key=lambda b: not b.guard.holds()):
+        for bound in sorted(self.programs, key=lambda b: not b.guard.unchanged()):
             taken = bound.runner.arguments.matched(args, kwargs)
             alike = taken is not None and bound.runner.takes_sizes_like(taken) and bound.suits(module)
             if taken is None or not alike or bound.captured is None or bound.sized is None:
@@ -283,7 +283,7 @@ class ProgramFamily:
             arguments = known.runner.arguments
             numbers = _numbers(arguments, leaves) if arguments.spec == spec else {}
             as_known = [torch.tensor(numbers[k]) if k in numbers else x for k, x in enumerate(leaves)]
-            fits = numbers and known.suits(module) and known.guard.holds()
+            fits = numbers and known.suits(module) and known.guard.unchanged()
             if (
                 not fits
                 or (spec, frozenset(numbers)) in self._numbers

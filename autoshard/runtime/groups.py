@@ -37,17 +37,13 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
         if {n: s for n, s in sizes.items() if s > 1} != {a.name: a.size for a in wanted.axes if a.size > 1}:
             raise UsageError(f"the DeviceMesh given is not the mesh {mesh}", where=str(given))
         return _reordered(given, names, wanted)
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise UsageError(
-                "no process group, and none can be made",
-                why="the environment has no RANK: this process was not started by torchrun",
-                hint=f"torchrun --nproc-per-node {wanted.world_size} ...",
-            )
-        _check_world(int(os.environ["WORLD_SIZE"]), wanted)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        raise UsageError(
+            "no process group, and none can be made",
+            why="the environment has no RANK: this process was not started by torchrun",
+            hint=f"torchrun --nproc-per-node {wanted.world_size} ...",
+        )
+    init_world(wanted)
     _check_world(dist.get_world_size(), wanted)
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     made = init_device_mesh(kind, wanted.sizes, mesh_dim_names=wanted.names)
@@ -55,6 +51,20 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
     for axis in range(made.ndim):
         copy_timeout(dist.group.WORLD, made.get_group(axis))
     return made
+
+
+def init_world(wanted: Mesh | None) -> None:
+    """Make the process group that torchrun's environment is for, if there is one and no group yet.
+
+    wanted: the mesh that the ranks are for, where it is known. Raises UsageError if it is of another size.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ:
+        return
+    if wanted is not None:
+        _check_world(int(os.environ["WORLD_SIZE"]), wanted)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
 def _reordered(given: DeviceMesh, names: tuple[str, ...], wanted: Mesh) -> DeviceMesh:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture.origins import hook_line
-from autoshard.capture.python_state.captured_state import CapturedState, stored_state
+from autoshard.capture.python_state.captured_state import CapturedState, state_here
 from autoshard.errors import UsageError
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program, Signature
@@ -295,7 +295,7 @@ def _bind(
     local_batch: bool,
 ) -> None:
     stored = program.state.attributes
-    state = captured.state if captured is not None else stored_state(module, stored)
+    state = captured.state if captured is not None else state_here(module, stored)
     runner = Runner(program, module, place_of(program, mesh), seed, mesh)
     eager = EagerCalls(_no_eager_calls(program), lambda: runner.clock.seed(seed, 0))
     eager.watch(module)
@@ -356,7 +356,7 @@ def _guard(
     for change in state.left:
         change.read.table[change.read.key] = change.after  # type: ignore[index]  # attributes, in a dict
     same_graph = captured.same_graph if captured is not None else same_graph_as_stored(program)
-    stored = program.state.attributes if captured is None else None
+    stored = program.state.attributes if captured is None else captured.stored
     return CallGuard(module, state, device, partial(_as_built, program.signature, same_graph), stored)
 
 
@@ -371,7 +371,7 @@ def _copied(bound: BoundProgram, module: nn.Module, clock: DropoutClock) -> Boun
     runner, stepper = copy.copy(bound.runner), copy.copy(bound.stepper)
     stepper.runner, runner.clock = runner, clock
     program, captured = runner.program, bound.captured
-    state = stored_state(module, program.state.attributes)
+    state = state_here(module, program.state.attributes)
     same_graph = partial(_as_built, program.signature, same_graph_as_stored(program))
     return BoundProgram(runner, stepper, CallGuard(module, state, runner.device.type, same_graph), captured)
 

@@ -1,6 +1,6 @@
 """Programs of one plan for other sizes of the arguments: compiled for the first two, then from a template.
 
-A size is answered without planning where the model's code takes the same way (`SizeConditions`) and the
+A size is answered without planning where the model's code takes the same way (`SharedConditions`) and the
 plan's placements leave every rank something. From the second new size on, probes of sizes that nobody asked
 for make a `ProgramTemplate`: of sizes that divide evenly over the ranks, and of sizes that do not.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.size_conditions import SizeConditions, size_conditions
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Port
 from autoshard.ir.placement import layout_ok
 from autoshard.program.program import Program
 from autoshard.program.template import NotAlikeError, ProgramTemplate, template_of
 from autoshard.runtime.checks.call_guard import Captured, Inputs
+from autoshard.runtime.compile_once import SharedConditions
 
 #: of each size, times the number of ranks, for the probes of a template: sizes are no multiples of each other
 _PROBES = ((2, 3), (3, 5), (5, 2), (4, 7), (7, 4), (6, 11))
@@ -49,7 +49,7 @@ class SizedPrograms:
 
     program: Program
     captured: Captured
-    _conditions: SizeConditions | None = None
+    _conditions: SharedConditions | None = None
     _known: bool = False
     #: by which sizes divide evenly over all ranks
     _alike: dict[tuple[bool, ...], _Alike] = field(default_factory=dict)
@@ -65,8 +65,7 @@ class SizedPrograms:
         if sum(map(prod, shapes.values())) > _GROWS * planned or not self._inputs_divide(shapes):
             return None
         if not self._known:
-            args, kwargs = self.captured.inputs
-            self._conditions, self._known = size_conditions(module, args, kwargs), True
+            self._conditions, self._known = self.captured.conditions(module), True
         conditions = self._conditions
         if conditions is None or not conditions.hold(shapes):
             return None
@@ -97,7 +96,7 @@ class SizedPrograms:
     def _template(
         self,
         module: nn.Module,
-        conditions: SizeConditions,
+        conditions: SharedConditions,
         shapes: Mapping[int, tuple[int, ...]],
         leaves: Sequence[Any],
         spec: Any,
@@ -108,14 +107,14 @@ class SizedPrograms:
         ranks = self._mesh.world_size
         for probe in _PROBES:
             sizes = {
-                s: ranks * probe[n % len(probe)] * (1 + n // len(probe)) - (not even[n])
-                for n, s in enumerate(conditions.dims)
+                n: ranks * probe[n % len(probe)] * (1 + n // len(probe)) - (not even[n])
+                for n in range(len(conditions.dims))
             }
             resized = list(leaves)
-            for symbol, places in conditions.dims.items():
+            for n, places in enumerate(conditions.dims):
                 for position, dim in places:
                     x = resized[position]
-                    shape = [*x.shape[:dim], sizes[symbol], *x.shape[dim + 1 :]]
+                    shape = [*x.shape[:dim], sizes[n], *x.shape[dim + 1 :]]
                     resized[position] = torch.zeros(shape, dtype=x.dtype, device="meta")
             if not conditions.hold({k: tuple(resized[k].shape) for k in shapes}):
                 continue
@@ -138,10 +137,10 @@ class SizedPrograms:
             layout_ok(shapes[int(p.target)], values[p.name].layout, self._mesh.sizes) for p in self._inputs
         )
 
-    def _even(self, conditions: SizeConditions, shapes: Mapping[int, tuple[int, ...]]) -> tuple[bool, ...]:
+    def _even(self, conditions: SharedConditions, shapes: Mapping[int, tuple[int, ...]]) -> tuple[bool, ...]:
         """Per size that varies, whether it divides evenly over all ranks."""
         ranks = self._mesh.world_size
-        places = (p[0] for p in conditions.dims.values())
+        places = (p[0] for p in conditions.dims)
         return tuple(shapes[position][dim] % ranks == 0 for position, dim in places)
 
     @property

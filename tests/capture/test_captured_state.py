@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
-from autoshard.capture.python_state.captured_state import graph_digest, stored_state
+from autoshard.capture.python_state.captured_state import graph_digest, state_here, texts_of
 from autoshard.errors import CaptureError, UsageError
 from autoshard.passes.simplify.fold_repeats import flat
 from autoshard.runtime.checks import call_guard
 from autoshard.runtime.checks.call_guard import CallGuard
 from autoshard.runtime.checks.recapture import captured_of
+from autoshard.runtime.compile_once import CompilingRanks
 
 SCALE = 2.0
 LOG: list[Any] = []
@@ -358,9 +359,9 @@ def test_a_stored_program_knows_what_attributes_were_when_it_was_compiled() -> N
 
     model, x = Net(forward), torch.randn(3, 4)
     model.drop, model.options, model.unread = nn.Dropout(0.25), SimpleNamespace(scale=2.0), 1
-    texts = json.loads(json.dumps(capture(model, (x,)).captured_state.texts()))
+    texts = json.loads(json.dumps(texts_of(capture(model, (x,)).captured_state.reads)))
     assert texts.items() >= {"drop.p": "0.25", "drop.training": "True", "options.scale": "2.0"}.items()
-    check = CallGuard(model, stored_state(model, texts), "cpu", None, texts).check
+    check = CallGuard(model, state_here(model, texts), "cpu", None, texts).check
     model.unread = 2
     check()
     for owner, name, value, label in (
@@ -370,7 +371,7 @@ def test_a_stored_program_knows_what_attributes_were_when_it_was_compiled() -> N
     ):
         before = getattr(owner, name)
         setattr(owner, name, value)
-        later = CallGuard(model, stored_state(model, texts), "cpu", None, texts).check
+        later = CallGuard(model, state_here(model, texts), "cpu", None, texts).check
         for each in (check, later):
             with pytest.raises(UsageError, match=label):
                 each()
@@ -435,7 +436,15 @@ def test_code_that_asks_for_gradients_is_for_calls_with_them() -> None:
     model, x = Asks(), torch.randn(3, 4)
     with torch.no_grad():
         joint = capture(model, (x,))
-        made = captured_of(joint.captured_state, ((x,), {}), "auto", lambda *_: None, lambda *_: None)
+        made = captured_of(
+            joint.captured_state,
+            joint.captured_state.digest,
+            ((x,), {}),
+            "auto",
+            lambda *_: None,
+            lambda *_: None,
+            CompilingRanks.alone(),
+        )
         check = CallGuard(model, made.state, "cpu", made.same_graph).check
         with pytest.raises(UsageError, match="grad mode is False, and was True"):
             check()

@@ -68,9 +68,10 @@ class CapturedState:
         """Of the captured graph; empty if there is none."""
         return "" if self.graph is None else graph_digest(self.graph)
 
-    def texts(self) -> dict[str, str]:
-        """Labels of the attributes that were read, with their values as text; no text for an object."""
-        return {read.label: value_text(read.value) for read in self.reads}
+
+def texts_of(reads: Iterable[Read]) -> dict[str, str]:
+    """Labels of what was read, with values as text; no text for an object."""
+    return {read.label: value_text(read.value) for read in reads}
 
 
 def value_text(value: object) -> str:
@@ -79,18 +80,27 @@ def value_text(value: object) -> str:
     return text if len(text) <= _LONGEST else hashlib.sha256(text.encode()).hexdigest()
 
 
-def stored_state(model: nn.Module, texts: Mapping[str, str]) -> CapturedState:
-    """The attributes of a model that a stored program was captured with, by their labels."""
+def state_here(
+    model: nn.Module, texts: Mapping[str, str], grad_mode: bool = False, environment: bool = False
+) -> CapturedState:
+    """The state of a model of which another process captured a graph, as it is here.
+
+    texts: of the attributes that were read there, by label. The other fields: see `CapturedState`.
+    """
     owners = {label: value for value, label in objects_of(model).values()}
-    found = []
+    reads = []
     for label, text in texts.items():
         path, _, key = label.rpartition(".")
         if path in owners:
             table = owners[path].__dict__
             # what was not set on the object itself may be a method of its class
             own = key in table or text == repr(MISSING)
-            found.append(Read(table if own else ClassValues(owners[path]), key, label))
-    return CapturedState(tuple(found))
+            reads.append(Read(table if own else ClassValues(owners[path]), key, label))
+    code = CodeReads.of(model)
+    containers = tuple(nested((r.label, r.value) for r in (*reads, *code.variables)))
+    return CapturedState(
+        tuple(reads), tuple(code.variables), tuple(code.context), containers, grad_mode, environment
+    )
 
 
 @dataclass

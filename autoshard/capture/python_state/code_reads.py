@@ -52,7 +52,7 @@ class CodeReads:
         reads = cls()
         walk = _Walk(reads)
         for kind in {
-            c for m in model.modules() for c in type(m).__mro__ if _top(c.__module__) not in _LIBRARIES
+            c for m in model.modules() for c in type(m).__mro__ if top_package(c.__module__) not in _LIBRARIES
         }:
             walk.methods_of(kind)
         for function in _entries(model):
@@ -74,7 +74,7 @@ def is_source(value: object) -> bool:
     return isinstance(value, (Iterator, random.Random, *generators))
 
 
-def _top(module: object) -> str:
+def top_package(module: object) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
@@ -123,7 +123,7 @@ class _Walk:
                 return
             self._object(type(value).__name__, value)
             value = call
-        if id(value) in self.seen or _top(value.__module__) in _LIBRARIES:
+        if id(value) in self.seen or top_package(value.__module__) in _LIBRARIES:
             return
         self.seen.add(id(value))
         self.queue.append(value)
@@ -131,7 +131,7 @@ class _Walk:
     def run(self) -> None:
         while self.queue:
             function = self.queue.pop()
-            for code in _codes(function.__code__):
+            for code in codes_of(function.__code__):
                 self._globals(function, code)
             self._closure(function)
         for name in ("__call__", "forward", *sorted(self.reads.names)):
@@ -147,7 +147,7 @@ class _Walk:
                 continue
             value = table[name]
             if isinstance(value, ModuleType):
-                if _top(value.__name__) not in _LIBRARIES | _KEPT_APART:
+                if top_package(value.__name__) not in _LIBRARIES | _KEPT_APART:
                     for inner in code.co_names:
                         if inner in vars(value):
                             self._variable(vars(value), inner, f"{name}.{inner}", where, value.__name__)
@@ -165,7 +165,7 @@ class _Walk:
             value = table[key]
         except (KeyError, ValueError):
             return  # an empty cell
-        ours = _top(module) not in _KEPT_APART
+        ours = top_package(module) not in _KEPT_APART
         if isinstance(value, type):
             self._class(value)
         elif isinstance(value, ContextVar):
@@ -181,7 +181,7 @@ class _Walk:
             self._value(label, value)
         elif ours and is_source(value):
             self.reads.variables.append(Read(table, key, label, where))
-        elif plain_object(value) and _top(type(value).__module__) not in _KEPT_APART | _LIBRARIES:
+        elif plain_object(value) and top_package(type(value).__module__) not in _KEPT_APART | _LIBRARIES:
             self.reads.variables.append(Read(table, key, label, where))
             self._object(label, value)
 
@@ -201,7 +201,7 @@ class _Walk:
 
     def _class(self, kind: type) -> None:
         """Methods and values of a class, for code that mentions their names."""
-        if kind in self.classes or _top(kind.__module__) in _LIBRARIES | _KEPT_APART:
+        if kind in self.classes or top_package(kind.__module__) in _LIBRARIES | _KEPT_APART:
             return
         self.classes.add(kind)
         self.methods_of(kind)
@@ -211,7 +211,7 @@ class _Walk:
 
     def methods_of(self, kind: type) -> None:
         """Methods of a class are read if code mentions their names, ``forward`` in any case."""
-        ours = _top(kind.__module__) not in _KEPT_APART
+        ours = top_package(kind.__module__) not in _KEPT_APART
         for key, value in vars(kind).items():
             method = value.fget if isinstance(value, property) else value
             if isinstance(method, FunctionType):
@@ -238,9 +238,9 @@ class _Cell(Mapping[str, Any]):
         return 1
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_of(code: CodeType) -> Iterator[CodeType]:
     """A function's code and that of the functions written inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import UsageError, VerificationError
+from autoshard.program.text import program_text
 from autoshard.runtime.checks.collective_watchdog import ranks_text
 
 if TYPE_CHECKING:
@@ -121,8 +122,7 @@ def _entries(
     runner: Runner, module: nn.Module, built: WeightHashes, leaves: Sequence[Any]
 ) -> Iterator[tuple[str, int]]:
     program = runner.program
-    segments = [(n, s.graph.nodes) for n, s in program.lowered.segments.items()]
-    yield "the program", hash_of(program.whole_mesh, program.lowered.main, segments, program.signature)
+    yield "the program", hash_of(program.whole_mesh, program_text(program), program.signature)
     yield "the seed", hash_of(runner.seed)
     yield "the version of torch", hash_of(torch.__version__)
     for port in runner.inputs:

@@ -24,6 +24,7 @@ from autoshard.capture.python_state.state_reads import MISSING, Read
 from autoshard.errors import UsageError
 from autoshard.options import Differentiate
 from autoshard.program.program import Program
+from autoshard.runtime.compile_once import SharedConditions
 from autoshard.runtime.eager_calls import EagerHook
 from autoshard.torch_adapters.hooks import hook_tables, registrations
 from autoshard.torch_adapters.modes import autocast_state
@@ -38,7 +39,9 @@ class Captured:
 
     inputs: that it was made with, without their data. same_graph: whether a module is captured as the graph
     it was. compiled: a program for other inputs, or gradients of all outputs. resized: the same plan, lowered
-    for inputs of other sizes, None where it does not suit them.
+    for inputs of other sizes, None where it does not suit them. conditions: on sizes, None where nothing is
+    known. stored: of a program that was stored, texts
+    that attributes had then, by label.
     """
 
     state: CapturedState
@@ -46,6 +49,8 @@ class Captured:
     same_graph: Callable[[nn.Module], bool]
     compiled: Compiling
     resized: Callable[[nn.Module, Inputs], Program | None]
+    conditions: Callable[[nn.Module], SharedConditions | None]
+    stored: Mapping[str, str] | None = None
 
 
 class Compiling(Protocol):
@@ -153,8 +158,22 @@ class CallGuard:
         """Whether it is, if need be by another capture."""
         return self.holds() or not self._refused()
 
+    def unchanged(self) -> bool:
+        """Whether nothing differs by value: alike on ranks of which one has captured in the meantime."""
+        if not self.holds():
+            values = self._values()
+            if next(self._differences(values), None) is not None:
+                return False
+            self._settle(values)
+        return True
+
+    def _settle(self, values: list[Any]) -> None:
+        """What is there now is as good as what was."""
+        self.values = values
+        self.registrations = registrations()
+
     def holds(self) -> bool:
-        """Whether all that was read is as it was."""
+        """Whether all that was read is as it was, and no hook was registered since."""
         return (
             all(map(operator.is_, self._values(), self.values))
             and self._modes() == self.modes
@@ -178,8 +197,7 @@ class CallGuard:
             if unseen or self.same_graph is None or not self.same_graph(self.module):
                 return found
             self.accepted.add(key)
-        self.values = values
-        self.registrations = registrations()
+        self._settle(values)
         return []
 
     def _differences(self, values: list[Any]) -> Iterator[Difference]:

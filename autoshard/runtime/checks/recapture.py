@@ -13,10 +13,12 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture import capture
 from autoshard.capture.python_state.captured_state import CapturedState
+from autoshard.capture.size_conditions import size_conditions
 from autoshard.errors import CaptureError
 from autoshard.options import Differentiate
 from autoshard.program.program import Program, Signature
 from autoshard.runtime.checks.call_guard import Captured, Compiling, Inputs
+from autoshard.runtime.compile_once import CompilingRanks, SharedConditions
 from autoshard.torch_adapters.dtypes import torch_dtype
 
 #: elements of an integer tensor that a capture may look at
@@ -25,22 +27,25 @@ _SMALL = 1024
 
 def captured_of(
     state: CapturedState,
+    digest: str,
     inputs: Inputs,
     differentiate: Differentiate,
     compiled: Compiling,
     resized: Callable[[nn.Module, Inputs], Program | None],
+    ranks: CompilingRanks,
 ) -> Captured:
     """What calls are compared with: a capture, which was made with these inputs, kept without their data.
 
-    compiled, resized: see `Captured`.
+    digest: of its graph. compiled, resized: see `Captured`. ranks: of which one finds conditions on sizes.
     """
     args, kwargs = pytree.tree_map(_without_data, inputs)
     return Captured(
         state,
         (args, kwargs),
-        lambda module: _digest_now(module, args, kwargs, differentiate) == state.digest,
+        lambda module: _digest_now(module, args, kwargs, differentiate) == digest,
         compiled,
         resized,
+        lambda module: SharedConditions.of(ranks, lambda: size_conditions(module, args, kwargs)),
     )
 
 
@@ -54,11 +59,8 @@ def same_graph_as_stored(program: Program) -> Callable[[nn.Module], bool]:
     """Whether a model is captured as the graph of a stored program, with inputs of its types."""
 
     def same_graph(module: nn.Module) -> bool:
-        try:
-            args, kwargs = _example_of(program.signature)
-        except (ValueError, SyntaxError):
-            return False  # it takes an argument that has no literal
-        return _digest_now(module, args, kwargs) == program.state.graph
+        inputs = example_of(program.signature)
+        return inputs is not None and _digest_now(module, *inputs) == program.state.graph
 
     return same_graph
 
@@ -75,17 +77,21 @@ def _digest_now(
     return None if now.grad_mode and not torch.is_grad_enabled() else str(now.digest)
 
 
-def _example_of(signature: Signature) -> tuple[Any, Any]:
+def example_of(signature: Signature) -> Inputs | None:
+    """Arguments of the types that a program takes, without data; None where one has no literal."""
     types = {int(p.target): p.type for p in signature.ports if p.kind == "input" and p.target != "seed"}
-    leaves = []
+    leaves: list[Any] = []
     for position, (kind, text) in enumerate(signature.in_leaves):
         if kind == "static":
-            leaves.append(ast.literal_eval(text))
+            try:
+                leaves.append(ast.literal_eval(text))
+            except (ValueError, SyntaxError):
+                return None
         elif position in types:
             type_ = types[position]
             leaves.append(torch.empty(type_.shape, dtype=torch_dtype(type_.dtype), device="meta"))
         else:
-            raise ValueError(f"nothing is known of argument {signature.input_names[position]}")
+            return None
     args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(signature.in_tree))
     return args, kwargs
 

@@ -1,0 +1,130 @@
+"""From a model and a target to a plan, and from a plan to a program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target, usable_memory
+from autoshard.errors import UsageError, VerificationError
+from autoshard.options import PassOptions, PlanOptions, options_from
+from autoshard.passes.simplify.batch_terms import NO_TERMS
+from autoshard.planner.analysis import Analysis
+from autoshard.planner.lowering import DEFAULT, lower_plan
+from autoshard.planner.planning import Planned, PlanningRequest, Progress
+from autoshard.planner.step_terms import step_terms, warn_of
+from autoshard.program.program import Program
+from autoshard.rules.registry import RULES
+from autoshard.search.plan.plan import Plan
+from autoshard.search.problem.problem import batch_of
+
+
+def request_of(
+    model: nn.Module,
+    mesh: Any,
+    cluster: str | os.PathLike[str] | Cluster | None,
+    options: PlanOptions,
+    target: str = "",
+    progress: Progress | None = None,
+) -> PlanningRequest:
+    """What is to be planned: see `autoshard.plan` for the arguments."""
+    where = parse_target(mesh)
+    machine = cluster_of(where, cluster, model)
+    named = isinstance(where, Cluster) or cluster is not None
+    ranks = ranks_of(where, options)
+    limit = options.memory
+    if limit is None and named:
+        limit = usable_memory(machine.used_by(ranks).device)
+    return PlanningRequest(where, machine, ranks, options, limit, target, progress or (lambda _: None))
+
+
+def cluster_of(where: Mesh | Cluster, cluster: Any, model: nn.Module) -> Cluster:
+    """Whose prices are used."""
+    if isinstance(where, Cluster):
+        return where
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None:
+        return load_cluster(cluster)
+    first = next(model.parameters(), None)
+    return load_cluster("cpu-gloo" if first is not None and first.device.type == "cpu" else "h100-dgx")
+
+
+def ranks_of(where: Mesh | Cluster, options: PlanOptions) -> int:
+    """In all. Raises UsageError for a cluster, if nothing says how many of its devices are used."""
+    if isinstance(where, Mesh):
+        return where.world_size
+    devices = options.devices
+    if devices is None:
+        devices = int(os.environ.get("WORLD_SIZE", where.devices or 0))
+    if not devices:
+        raise UsageError(
+            f"cluster {where.name} does not say how many devices to use", hint="pass devices=N (--gpus N)"
+        )
+    return devices
+
+
+def mesh_of_plan(plan: Plan) -> Mesh:
+    """The mesh of all ranks that a plan is for, with its pp axis."""
+    axes = plan.mesh.split(",")
+    if plan.pipeline is not None:
+        axes.insert(plan.pipeline.position, f"pp={plan.pipeline.ranks}")
+    return Mesh.parse(",".join(axes))
+
+
+def compile_analysed(
+    planned: Planned,
+    progress: Progress | None = None,
+    passes: PassOptions = DEFAULT,
+    **overrides: Any,
+) -> Program:
+    """The program of a plan, from the analysis it was made with.
+
+    The program is one microbatch; a model that was captured with another batch is captured again. overrides:
+    fields of ``passes`` by name.
+    """
+    passes = options_from(PassOptions, overrides, passes)
+    say = progress or (lambda _: None)
+    analysis, plan = planned.analysis, planned.plan
+    captured = batch_of(analysis.folded)
+    if plan.batch and captured != plan.batch:
+        if planned.source is None:
+            raise VerificationError(
+                f"the plan is for microbatches of {plan.batch} sequences, the capture has {captured}",
+                hint="compile with example inputs of one microbatch",
+            )
+        analysis = planned.source.with_batch(analysis, plan.batch).analysed(say)
+    if analysis.fingerprint != plan.fingerprint:
+        raise VerificationError(
+            "the plan was made for another model or other inputs",
+            why=f"the graph's fingerprint is {analysis.fingerprint}, the plan's {plan.fingerprint}",
+            hint="plan again",
+        )
+    terms = NO_TERMS
+    if plan.microbatches > 1:
+        terms = step_terms(planned.source, planned.analysis, analysis, say)
+        warn_of(terms)
+    say("emitting programs")
+    program = lower_plan(plan, analysis, planned.cluster, passes, say, terms)
+    return replace(program, user_ops=_user_ops(analysis))
+
+
+def _user_ops(analysis: Analysis) -> tuple[str, ...]:
+    """The ops of a model that have a rule of the user's."""
+    used = {node.op for graph in analysis.folded.segments.values() for node in graph.nodes}
+    return tuple(sorted(op for op in used & set(analysis.table) if op not in RULES))
+
+
+def stored_layouts(programs: Iterable[Program]) -> tuple[tuple[str, str], ...]:
+    """The layouts that parameters of programs have, by name."""
+    found: dict[str, str] = {}
+    for program in programs:
+        for port in program.signature.ports:
+            if port.kind == "param":
+                layout = program.lowered.values[port.name].layout
+                found[port.target] = " ".join(map(str, layout))
+    return tuple(found.items())

@@ -1,0 +1,159 @@
+"""Compiles the programs of one parallel model: the first, and those of further kinds of calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from torch import nn
+
+from autoshard.capture.python_state.captured_state import CapturedState, state_here
+from autoshard.capture.python_state.model_key import NoKeyError, model_key
+from autoshard.cluster import Cluster, Mesh
+from autoshard.options import Differentiate, PassOptions, PlanOptions
+from autoshard.planner.compiling import cluster_of, compile_analysed, mesh_of_plan, request_of, stored_layouts
+from autoshard.planner.planning import Planned, Source
+from autoshard.planner.resized import NotResizableError, resized
+from autoshard.program.program import Program
+from autoshard.rules.user import Rules, user_rules
+from autoshard.runtime.checks.call_guard import Captured, Inputs
+from autoshard.runtime.checks.recapture import captured_of, example_of
+from autoshard.runtime.compile_once import CompiledOnce, CompilingRanks, compile_once
+from autoshard.search.plan.plan_json import plan_from_json
+
+
+@dataclass(frozen=True)
+class ModelCompiler:
+    """Compiles on one of the ranks, for all of them: every method that compiles is collective.
+
+    mesh: a mesh, or a cluster whose meshes are searched for the first plan. cluster: as for `autoshard.plan`.
+    options: of every plan.
+    """
+
+    mesh: Mesh | Cluster
+    cluster: str | os.PathLike[str] | Cluster | None
+    options: PlanOptions
+    passes: PassOptions
+    rules: Rules
+    ranks: CompilingRanks
+
+    def first(self, model: nn.Module, inputs: Inputs) -> tuple[Program, Captured, Planned | None]:
+        """The first program of a model, what its capture left, and its plan, where it was planned here."""
+        found = self._compiled(model, inputs, self.options)
+        program = _program_of(found)
+        prices = self.mesh if isinstance(self.mesh, Cluster) else self.cluster
+        further = replace(self, mesh=mesh_of_plan(plan_from_json(program.plan)), cluster=prices)
+        return program, further._captured(model, inputs, found, self.options.differentiate), found.here
+
+    def compiled(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        differentiate: Differentiate,
+        stored: Sequence[Program],
+        pins: Sequence[str],
+    ) -> tuple[Program, Captured]:
+        """A program for other inputs: see `runtime.checks.call_guard.Compiling`."""
+        options = replace(
+            self.options,
+            differentiate="all" if self.options.differentiate == "all" else differentiate,
+            pins=tuple(pins),
+            stored=stored_layouts(stored),
+            tactics="",
+            global_batch=None,
+            replicate_small_batch=True,
+        )
+        found = self._compiled(module, inputs, options)
+        return _program_of(found), self._captured(module, inputs, found, options.differentiate)
+
+    def of_stored(self, program: Program, model: nn.Module) -> Captured | None:
+        """What a capture of a stored program would leave; None where its inputs cannot be told."""
+        inputs = example_of(program.signature)
+        if inputs is None:
+            return None
+        captured = self._captured(model, inputs, CompiledOnce(program), self.options.differentiate)
+        return replace(captured, stored={**program.state.variables, **program.state.attributes})
+
+    def _compiled(self, model: nn.Module, inputs: Inputs, options: PlanOptions) -> CompiledOnce[Planned]:
+        def compile_here() -> tuple[Program, Planned]:
+            request = request_of(model, self.mesh, self.cluster, options)
+            source = Source(model, *inputs, options.replicate_unknown, self.rules, options.differentiate)
+            planned = request.planned(source)
+            return compile_analysed(planned, passes=self.passes), planned
+
+        return compile_once(compile_here, self._key(model, inputs, options), self.ranks, self.rules)
+
+    def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
+        try:
+            about = (self.mesh, self._machine(model), self.cluster is None, self.passes, *more)
+            return model_key(model, inputs, *about, code=user_rules(self.rules))
+        except NoKeyError:
+            return ""
+
+    def _machine(self, model: nn.Module) -> Cluster:
+        return cluster_of(self.mesh, self.cluster, model)
+
+    def _captured(
+        self, model: nn.Module, inputs: Inputs, found: CompiledOnce[Planned], differentiate: Differentiate
+    ) -> Captured:
+        program = _program_of(found)
+        # where one rank compiled for others, all compare calls with what they all know
+        together = found.shared and bool(self.ranks.groups)
+
+        @cache
+        def planned_of(module: nn.Module) -> Planned:
+            if found.here is not None:
+                return found.here
+            plan = plan_from_json(program.plan)
+            source = Source(module, *inputs, bool(plan.replicated), self.rules, differentiate)
+            return Planned(plan, source.analysed(lambda _: None), self._machine(module), None, source)
+
+        return captured_of(
+            _state_of(program, model, None if together else found.here),
+            program.state.graph,
+            inputs,
+            differentiate,
+            self.compiled,
+            partial(self._resized, program, planned_of),
+            self.ranks if found.shared else CompilingRanks.alone(),
+        )
+
+    def _resized(
+        self,
+        program: Program,
+        planned_of: Callable[[nn.Module], Planned],
+        module: nn.Module,
+        inputs: Inputs,
+    ) -> Program | None:
+        """The program of the same plan for inputs of other sizes, None where it does not suit them."""
+
+        def compile_here() -> tuple[Program, None] | None:
+            planned = planned_of(module)
+            assert planned.source is not None
+            source = replace(planned.source, model=module, args=inputs[0], kwargs=inputs[1])
+            analysis = source.analysed(lambda _: None)
+            try:
+                plan = resized(planned.plan, planned.analysis, analysis)
+            except NotResizableError:
+                return None
+            of_size = Planned(plan, analysis, planned.cluster, None, source)
+            return compile_analysed(of_size, passes=self.passes), None
+
+        return compile_once(
+            compile_here, self._key(module, inputs, "resized", program.plan), self.ranks, self.rules
+        ).program
+
+
+def _program_of(found: CompiledOnce[Planned]) -> Program:
+    assert found.program is not None
+    return found.program
+
+
+def _state_of(program: Program, model: nn.Module, planned: Planned | None) -> CapturedState:
+    if planned is not None:
+        state: CapturedState = planned.analysis.folded.joint.captured_state
+        return state
+    stored = program.state
+    return state_here(model, stored.attributes, stored.grad_mode, stored.environment)

@@ -1,0 +1,138 @@
+"""Started by `ranks`: one rank compiles for all; programs are kept; stored ones answer other calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from leaving import leave
+from torch import nn
+from user_state_worker import Net, batch, close, same_gradients
+
+import autoshard
+from autoshard.planner import planning
+from autoshard.runtime.compile_once import VARIABLE
+
+MESH = "dp=2,tp=2"
+
+
+class Unruled(nn.Module):
+    """Has an op without a rule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.block_diag(x, x)
+
+
+@contextmanager
+def captures() -> Iterator[list[int]]:
+    """How many models this rank has captured for plans."""
+    count, capture = [0], planning.capture
+
+    def counted(*args: object, **kwargs: object) -> object:
+        count[0] += 1
+        return capture(*args, **kwargs)  # type: ignore[arg-type]
+
+    planning.capture = counted  # type: ignore[assignment]
+    try:
+        yield count
+    finally:
+        planning.capture = capture
+
+
+def trained(model: nn.Module, what: str, rows: int = 8) -> None:
+    eager = Net()
+    eager.scale = model.scale
+    for each in (model, eager):
+        each.zero_grad()
+        each(batch(1, rows))["loss"].backward()
+    same_gradients(model, eager, what)
+
+
+def parallel(change: Callable[[Net], object] = lambda m: None) -> nn.Module:
+    model = Net()
+    change(model)
+    made: nn.Module = autoshard.parallelize(model, MESH, example_inputs=batch())
+    return made
+
+
+def one_rank_compiles(first: bool) -> None:
+    with captures() as count:
+        model = parallel()
+        trained(model, "first call")
+        trained(model, "other sizes", 3)
+        trained(model, "as planned", 8)
+        model.eval()
+        close(model(batch(2))["logits"], Net().eval()(batch(2))["logits"], "eval")
+    assert (count[0] > 0) == first, count
+
+
+def programs_are_kept(folder: Path, first: bool) -> None:
+    os.environ[VARIABLE] = str(folder)
+    try:
+        for expected in (first, False):
+            with captures() as count:
+                model = parallel()
+                trained(model, "kept")
+                trained(model, "kept, other sizes", 3)
+            assert (count[0] > 0) == expected, (count, expected)
+        with captures() as count:
+            trained(parallel(lambda m: setattr(m, "scale", 0.25)), "another attribute")
+        assert (count[0] > 0) == first
+        dist.barrier()
+        if first:
+            for path in folder.glob("*/*/program.py"):
+                path.write_text(path.read_text() + " ")
+        dist.barrier()
+        trained(parallel(), "a folder that is damaged")
+    finally:
+        del os.environ[VARIABLE]
+
+
+def stored_programs_answer_other_calls(folder: Path, first: bool) -> None:
+    if first:
+        plan = autoshard.plan(Net(), MESH, example_inputs=batch())
+        autoshard.compile(Net(), plan).save(folder)
+    dist.barrier()
+    model = autoshard.load(folder, Net())
+    trained(model, "loaded")
+    trained(model, "loaded, other sizes", 3)
+    model.scale = 2.0
+    trained(model, "loaded, another attribute")
+
+
+def errors_reach_all_ranks() -> None:
+    def unruled() -> object:
+        return autoshard.parallelize(Unruled(), MESH, example_inputs=torch.randn(8, 8))
+
+    def unlike() -> object:
+        return parallel(lambda m: setattr(m, "scale", 0.5 + dist.get_rank()))(batch())
+
+    for make, kind in ((unruled, autoshard.NoRuleError), (unlike, autoshard.VerificationError)):
+        try:
+            make()
+        except kind as error:
+            assert error.what and error.hint, error
+        else:
+            raise AssertionError(f"no {kind.__name__}")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+    one_rank_compiles(first)
+    programs_are_kept(folder / "cache", first)
+    stored_programs_answer_other_calls(folder / "program", first)
+    errors_reach_all_ranks()
+    if first:
+        print("one compiles, all run")
+    leave()
+
+
+if __name__ == "__main__":
+    main()
