@@ -228,6 +228,36 @@ def misuse() -> None:
         same(parallel, plain, f"after misuse, {schedule}")
 
 
+def other_batches() -> None:
+    """Steps of other numbers of sequences, planned once; without gradients, too; pipelines and steps of one
+    stage."""
+
+    def some(rows: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(rows)
+        return {k: torch.randn(rows, 16, generator=generator) for k in ("x", "y")}
+
+    for mesh, options in (("pp=2,dp=2", {"microbatches": 4}), ("dp=4", {"global_batch": 16})):
+        plain, model = Small(norms=False), Small(norms=False)
+        example = some(16 if "pp" in mesh else 4)
+        parallel = autoshard.parallelize(model, mesh, example_inputs=example, **options)
+        for rows in (16, 24, 12, 7, 16):
+            batch = some(rows)
+            without = float(parallel.eval_step(batch))
+            check(all(p.grad is None for p in parallel.parameters()), "gradients of an evaluation")
+            found, loss = float(parallel.train_step(batch)), plain(**batch)["loss"]
+            loss.backward()
+            wanted = float(loss.detach())
+            for loss in (without, found):
+                check(abs(wanted - loss) < 1e-5 * abs(wanted), f"{mesh}: {loss} of {rows} rows, not {wanted}")
+            same(parallel, plain, f"{rows} rows on {mesh}")
+            for each in (plain, parallel):
+                each.zero_grad()
+    alone = autoshard.parallelize(Small(norms=False), "pp=2,dp=2", example_inputs=some(16), microbatches=4)
+    alone.train_step(some(16))
+    # a batch of the size of one rank's rows that all ranks give alike
+    raises(autoshard.UsageError, lambda: alone.train_step(some(1)), "input")
+
+
 def meshes_of_the_user() -> None:
     """Axes in any order: a rank's own part of the batch is where the mesh of the user says."""
     batch = small_batch()
@@ -317,6 +347,7 @@ def main(chosen: Sequence[str]) -> None:
         clipping,
         checkpoints,
         misuse,
+        other_batches,
         meshes_of_the_user,
         dropout,
         half_precision,

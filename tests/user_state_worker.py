@@ -161,6 +161,19 @@ def evaluated_between(folder: str) -> None:
     close(parallel.eval()(**inputs).loss.detach(), wanted, "loss in evaluation, with dropout set")
 
 
+def clipped_together() -> None:
+    """Two models, each on a mesh of its own that equals the other's, clipped by one norm."""
+    nets = [Net(seed) for seed in (0, 1)]
+    models = [autoshard.parallelize(Net(seed), "dp=2,tp=2", example_inputs=batch()) for seed in (0, 1)]
+    norms = []
+    for pair, clip in ((nets, torch.nn.utils.clip_grad_norm_), (models, autoshard.clip_grad_norm_)):
+        (pair[0](batch(1))["loss"] + 3 * pair[1](batch(2))["loss"]).backward()
+        norms.append(clip([p for net in pair for p in net.parameters()], 1e-3))
+    close(norms[1], norms[0], "the norm over two models")
+    for model, net in zip(models, nets, strict=True):
+        same_gradients(model, net, "clipped together")
+
+
 def optimizers_made_before() -> None:
     """They train the model, lazily parallelized or not; one that has made steps is refused."""
     for lazy in (True, False):
@@ -287,6 +300,7 @@ def main() -> None:
     attributes()
     a_short_last_batch()
     evaluated_between(sys.argv[1])
+    clipped_together()
     optimizers_made_before()
     frozen_and_not()
     code_that_asks_for_gradients()

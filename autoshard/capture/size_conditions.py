@@ -7,7 +7,7 @@ on a length, a mask of a window, a table of positions that is long enough), torc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autoshard.capture import tracing
 from autoshard.capture.capture import prepared
@@ -47,8 +48,28 @@ class SizeConditions:
         return all(c.xreplace(values) == sympy.true for c in self.conditions)
 
 
-def size_conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeConditions | None:
-    """What the code decides by sizes; None where it cannot be run with symbols, and nothing is known."""
+def size_conditions(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batched: Sequence[int] = ()
+) -> SizeConditions | None:
+    """What the code decides by sizes; None where it cannot be run with symbols, and nothing is known.
+
+    batched: positions of arguments with a batch. One of the size of another dim would share its symbol.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    shapes = {k: tuple(x.shape) for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+    others = {n for k, shape in shapes.items() for n in (shape[1:] if k in batched else shape)}
+    for k in batched:
+        rows = shapes[k][0]
+        while rows in others or rows < 2:
+            rows += 1
+        if rows != shapes[k][0]:
+            leaves[k] = torch.zeros((rows, *shapes[k][1:]), dtype=leaves[k].dtype, device="meta")
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    found = _conditions(model, args, kwargs)
+    return found if found is not None and found.hold(shapes) else None
+
+
+def _conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeConditions | None:
     inputs = inputs_of(args, kwargs)
     positions = [k for k, leaf in enumerate(inputs.leaves) if leaf.position >= 0]
     mode = symbolic_mode()

@@ -18,6 +18,11 @@ _BITS = 24
 _ABOVE = ("high", "size")
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which to take logarithms: the last bit of float32 varies with memory."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Draws:
     """Our versions of torch's random functions. A call with a generator of its own is left to torch."""
 
@@ -53,8 +58,9 @@ class Draws:
 
     def _normal(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """By the transformation of Box and Muller (1958)."""
-        radius = torch.sqrt(-2 * torch.log1p(-self._uniform(shape, torch.float32)))
-        angle = 2 * math.pi * self._uniform(shape, torch.float32)
+        wide = _wide(dtype)
+        radius = torch.sqrt(-2 * torch.log1p(-self._uniform(shape, wide)))
+        angle = 2 * math.pi * self._uniform(shape, wide)
         return (radius * torch.cos(angle)).to(dtype)
 
     def _integers(self, *args: Any, **options: Any) -> torch.Tensor:
@@ -94,7 +100,7 @@ class Draws:
         return self._normal(x.shape, x.dtype) * std + mean
 
     def _exponential_in(self, x: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
-        return -torch.log1p(-self._uniform(x.shape, torch.float32)).to(x.dtype) / lambd
+        return -torch.log1p(-self._uniform(x.shape, _wide(x.dtype))).to(x.dtype) / lambd
 
     def _bernoulli_in(self, x: torch.Tensor, p: float | torch.Tensor = 0.5) -> torch.Tensor:
         if isinstance(p, torch.Tensor):

@@ -12,8 +12,10 @@ from torch import nn
 from autoshard.capture.python_state.captured_state import CapturedState, state_here
 from autoshard.capture.python_state.model_key import NoKeyError, model_key
 from autoshard.cluster import Cluster, Mesh
+from autoshard.errors import UsageError
 from autoshard.options import Differentiate, PassOptions, PlanOptions
 from autoshard.planner.compiling import cluster_of, compile_analysed, mesh_of_plan, request_of, stored_layouts
+from autoshard.planner.lowering import schedule_of
 from autoshard.planner.planning import Planned, Source
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.program.program import Program
@@ -22,6 +24,7 @@ from autoshard.runtime.checks.call_guard import Captured, Inputs
 from autoshard.runtime.checks.recapture import captured_of, example_of
 from autoshard.runtime.compile_once import CompiledOnce, CompilingRanks, compile_once
 from autoshard.search.plan.plan_json import plan_from_json
+from autoshard.search.problem.problem import batch_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class ModelCompiler:
             stored=stored_layouts(stored),
             tactics="",
             global_batch=None,
+            microbatches=None,
             replicate_small_batch=True,
         )
         found = self._compiled(module, inputs, options)
@@ -110,14 +114,24 @@ class ModelCompiler:
             source = Source(module, *inputs, bool(plan.replicated), self.rules, differentiate)
             return Planned(plan, source.analysed(lambda _: None), self._machine(module), None, source)
 
+        @cache
+        def micro_of(module: nn.Module) -> Planned:
+            planned = planned_of(module)
+            batch, analysis, source = planned.plan.batch, planned.analysis, planned.source
+            if not batch or batch_of(analysis.folded) == batch or source is None:
+                return planned
+            source = source.with_batch(analysis, batch)
+            return replace(planned, analysis=source.analysed(lambda _: None), source=source)
+
         return captured_of(
             _state_of(program, model, None if together else found.here),
             program.state.graph,
             inputs,
             differentiate,
             self.compiled,
-            partial(self._resized, program, planned_of),
+            partial(self._resized, program, micro_of),
             self.ranks if found.shared else CompilingRanks.alone(),
+            tuple(map(int, program.signature.batch_inputs)),
         )
 
     def _resized(
@@ -126,8 +140,12 @@ class ModelCompiler:
         planned_of: Callable[[nn.Module], Planned],
         module: nn.Module,
         inputs: Inputs,
+        microbatches: int,
     ) -> Program | None:
-        """The program of the same plan for inputs of other sizes, None where it does not suit them."""
+        """The program of the same plan for inputs of other sizes, None where it does not suit them.
+
+        inputs: of one microbatch.
+        """
 
         def compile_here() -> tuple[Program, None] | None:
             planned = planned_of(module)
@@ -135,15 +153,15 @@ class ModelCompiler:
             source = replace(planned.source, model=module, args=inputs[0], kwargs=inputs[1])
             analysis = source.analysed(lambda _: None)
             try:
-                plan = resized(planned.plan, planned.analysis, analysis)
-            except NotResizableError:
+                plan = replace(resized(planned.plan, planned.analysis, analysis), microbatches=microbatches)
+                schedule_of(plan)  # may not be for so many
+            except (NotResizableError, UsageError):
                 return None
             of_size = Planned(plan, analysis, planned.cluster, None, source)
             return compile_analysed(of_size, passes=self.passes), None
 
-        return compile_once(
-            compile_here, self._key(module, inputs, "resized", program.plan), self.ranks, self.rules
-        ).program
+        key = self._key(module, inputs, "resized", program.plan, microbatches)
+        return compile_once(compile_here, key, self.ranks, self.rules).program
 
 
 def _program_of(found: CompiledOnce[Planned]) -> Program:

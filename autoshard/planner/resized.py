@@ -30,7 +30,7 @@ def resized(plan: Plan, planned: Analysis, analysis: Analysis) -> Plan:
 
     Raises NotResizableError.
     """
-    if plan.pipeline is not None or not _same_graph(planned, analysis):
+    if not _same_graph(planned, analysis):
         raise NotResizableError("another graph")
     move = _Resizing(planned, analysis, Mesh.parse(plan.mesh).sizes)
     return replace(
@@ -49,7 +49,8 @@ def resized(plan: Plan, planned: Analysis, analysis: Analysis) -> Plan:
 
 def _same_graph(one: Analysis, other: Analysis) -> bool:
     """Whether two have the same ops in the same places, with values of the same names."""
-    if one.folded.segments.keys() != other.folded.segments.keys():
+    calls = [[(c.segment, c.args, c.outs) for c in a.folded.calls] for a in (one, other)]
+    if one.folded.segments.keys() != other.folded.segments.keys() or calls[0] != calls[1]:
         return False
     return all(
         [(n.op, n.outs) for n in graph.nodes] == [(n.op, n.outs) for n in other.folded.segments[name].nodes]

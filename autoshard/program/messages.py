@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -39,15 +39,20 @@ class RankAction:
 
 @dataclass(frozen=True)
 class PipelineMessages:
-    """The moves of every pipeline rank of a program, in order."""
+    """The moves of every pipeline rank of a program, in order. forward_only: without any backward."""
 
     program: Program
+    forward_only: bool = False
 
     @cached_property
     def moves(self) -> tuple[tuple[RankAction, ...], ...]:
         assert self.program.stages is not None
         schedule = self.program.stages.schedule
         wires = wires_of(self.program.lowered, {p.name for p in self.program.signature.ports})
+        if self.forward_only:
+            orders = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.actions)
+            schedule = replace(schedule, actions=orders)
+            wires = tuple(w for w in wires if w.phase == w.into == "forward")
         leaving = _by_part(wires, schedule)
         sent: dict[tuple[int, int, str], StageSend] = {}
         numbers: dict[tuple[int, int], int] = {}
@@ -118,14 +123,15 @@ def _by_part(wires: tuple[Wire, ...], schedule: Schedule) -> dict[_Part, list[tu
     return {part: list(values) for part, values in found.items()}
 
 
-def moves_of(program: Program) -> tuple[tuple[RankAction, ...], ...]:
+def moves_of(program: Program, forward_only: bool = False) -> tuple[tuple[RankAction, ...], ...]:
     """What every pipeline rank does; a program of one stage runs one microbatch after the other."""
     if program.stages is not None:
-        return PipelineMessages(program).moves
+        return PipelineMessages(program, forward_only).moves
     split = any(p.phase == "weight" for p in program.lowered.parts)
     back = ("backward", "weight") if split else ("backward",)
     moves: list[RankAction] = []
     for m in range(program.microbatches):
         moves.append(RankAction(Action("F", 0, m), ("forward",), (), ()))
-        moves.append(RankAction(Action("B", 0, m), back, (), ()))  # type: ignore[arg-type]
+        if not forward_only:
+            moves.append(RankAction(Action("B", 0, m), back, (), ()))  # type: ignore[arg-type]
     return (tuple(moves),)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,7 +138,13 @@ def compile_once(
             found = _cached(compile_here, key, rules)
             sent = _message(found.program, others=bool(ranks.groups))
         except Exception as error:
-            failure, sent = error, _failed(error)
+            if isinstance(error, AutoshardError):
+                told = _public(error)(error.what, where=error.where, why=error.why, hint=error.hint)
+                failure = error if type(error) is type(told) else told
+            else:
+                told = VerificationError(f"the rank that compiles failed: {type(error).__name__}: {error}")
+                failure = error
+            sent = _failed(told)
     sent = ranks.from_first(sent)
     if failure is not None:
         raise failure
@@ -168,13 +173,14 @@ def _to_run(program: Program) -> Program:
     return replace(program, dumps={}, original=None, original_notes={})
 
 
-def _failed(error: Exception) -> bytes:
-    parts = (
-        {k: getattr(error, k) for k in ("what", "where", "why", "hint")}
-        if isinstance(error, AutoshardError)
-        else {"what": f"the rank that compiles failed: {type(error).__name__}: {error}"}
-    )
-    return b"E" + zlib.compress(json.dumps({"kind": type(error).__name__, **parts}).encode())
+def _public(error: AutoshardError) -> type[AutoshardError]:
+    """The class of an error that `autoshard.errors` has: other ranks know no more of it."""
+    return next(k for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k)
+
+
+def _failed(error: AutoshardError) -> bytes:
+    parts = {name: getattr(error, name) for name in ("what", "where", "why", "hint")}
+    return b"E" + json.dumps({"kind": type(error).__name__, **parts}).encode()
 
 
 def _received(sent: bytes, rules: Rules) -> Program | None:
@@ -183,9 +189,8 @@ def _received(sent: bytes, rules: Rules) -> Program | None:
         return None
     if kind == b"P":
         return unpacked(data, rules)
-    parts = json.loads(zlib.decompress(data))
-    raised = getattr(errors, parts.pop("kind"), VerificationError)
-    raise raised(parts.pop("what"), **parts)
+    parts = json.loads(data)
+    raise getattr(errors, parts.pop("kind"))(parts.pop("what"), **parts)
 
 
 def _cached(compile_here: Callable[[], tuple[Program, T] | None], key: str, rules: Rules) -> CompiledOnce[T]:

@@ -33,7 +33,7 @@ from autoshard.runtime.outputs import Rows
 from autoshard.runtime.parallel_class import as_built
 from autoshard.runtime.runner import Runner
 from autoshard.runtime.said import say_once
-from autoshard.runtime.sized_programs import SizedPrograms
+from autoshard.runtime.sized_programs import LARGER, SizedPrograms
 from autoshard.runtime.stepper import Stepper
 
 
@@ -110,13 +110,14 @@ class ProgramFamily:
         return made
 
     def grows(self, step: bool) -> bool:
-        """Whether programs for other calls can be compiled: not for stored programs, nor for pipelines and
-        steps of several microbatches."""
+        """Whether programs for other calls can be compiled. step: of all microbatches."""
         first = self.programs[0]
-        program = first.runner.program
-        return (
-            first.captured is not None and program.stages is None and not (step and program.microbatches > 1)
-        )
+        return first.captured is not None and (step or first.runner.program.stages is None)
+
+    def _several(self, step: bool) -> bool:
+        """Whether a step is more than a call."""
+        program = self.programs[0].runner.program
+        return step and (program.stages is not None or program.microbatches > 1)
 
     def of_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
@@ -134,17 +135,29 @@ class ProgramFamily:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         found = self._known(module, args, kwargs, step)
         if found is None and self.grows(step):
-            found = self._compiled(module, args, kwargs)
+            found = self._compiled(module, args, kwargs, self._several(step))
         if found is None:
             # says what differs; of shapes, the program that is called does
             self.current.check(module)
             found = self.current, self.current.runner.arguments.flattened(args, kwargs)
+            self._check_global(*found, step)
         self.current, leaves = found
         runner = self.current.runner
         if self.built is not None:
             check_first_call(runner, module, self.built, leaves)
             self.built, self.parts = None, gives_parts(runner, leaves)
         return leaves, self._rows(runner, rows)
+
+    def _check_global(self, bound: BoundProgram, leaves: list[Any], step: bool) -> None:
+        """UsageError if all ranks give a batch that has the size of one rank's rows: it would count twice."""
+        runner = bound.runner
+        calls = runner.program.microbatches if step else 1
+        if self.parts is False and runner.form_of(leaves, calls) == "part":
+            raise UsageError(
+                "all ranks give one batch of the size of one rank's rows",
+                why="the first call gave the global batch, and no program is for one of this size",
+                hint="drop the last incomplete batch, or fill it up with rows that the loss leaves out",
+            )
 
     def _rows(self, runner: Runner, local: tuple[int, int] | None) -> Rows | None:
         if local is not None:
@@ -182,32 +195,48 @@ class ProgramFamily:
         return [(b, x) for b, x, form in matching if parts is None or form != unlike[parts]]
 
     def _compiled(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], several: bool
     ) -> tuple[BoundProgram, list[Any]] | None:
-        """A program for a kind of call that there was none of."""
+        """A program for a kind of call that there was none of. several: microbatches, whose plan stays."""
         first = self.programs[0]
         assert first.captured is not None
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [x.full_tensor() if isinstance(x, DTensor) else x for x in leaves]
-        bound = self._resized(module, leaves, spec) or self._of_numbers(module, leaves, spec)
+        if several and (self.parts or self.local_batch):
+            return None
+        bound = self._resized(module, leaves, spec, several)
+        if bound is None and several and not self._is_small(leaves):
+            return None
+        bound = bound or self._of_numbers(module, leaves, spec)
         if bound is None:
             bound = self._bound(module, pytree.tree_unflatten(leaves, spec))
-        return self._with(bound, args, kwargs)
+        return self._with(bound, args, kwargs, several)
+
+    def _is_small(self, leaves: Sequence[Any]) -> bool:
+        """Whether a step that no number of microbatches suits is small enough for a single one."""
+        runner = self.programs[0].runner
+        given = sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
+        planned = sum(p.type.numel for p in runner.inputs)
+        return runner.program.stages is None and given <= LARGER * planned
 
     def _with(
-        self, bound: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, bound: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any], several: bool
     ) -> tuple[BoundProgram, list[Any]]:
         """Keep a program that was compiled for a call."""
         self.programs.append(bound)
         ports = bound.runner.inputs
         given = ", ".join(f"{bound.runner.input_name(p)} {p.type}" for p in ports)
-        say_once(f"program {len(self.programs)} of the model, for {given}")
+        count = bound.runner.program.microbatches
+        of = f", {count} microbatches" if several else ""
+        say_once(f"program {len(self.programs)} of the model, for {given}{of}")
         taken = bound.runner.arguments.matched(args, kwargs)
         assert taken is not None
-        assert bound.runner.form_of(taken) is not None
+        assert bound.runner.form_of(taken, count if several else 1) is not None
         return bound, taken
 
-    def _resized(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> BoundProgram | None:
+    def _resized(
+        self, module: nn.Module, leaves: Sequence[Any], spec: Any, several: bool
+    ) -> BoundProgram | None:
         """A program for other sizes of the arguments alone, with the plan that there is."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         # those that are for the model as it is now come first: for others it is captured to know
@@ -222,7 +251,7 @@ class ProgramFamily:
             if self.parts:
                 inputs, _ = self._of_parts(inputs)
             with as_built(module, self.programs[0].runner.program.signature):
-                program = bound.sized.of(module, inputs)
+                program = (bound.sized.of_step if several else bound.sized.of)(module, inputs)
             if program is None:
                 continue
             return self._agreed(module, bound, program, with_inputs(bound.captured, inputs), inputs)

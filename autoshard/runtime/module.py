@@ -217,17 +217,19 @@ class ParallelModule(nn.Module):
         whole batch, a scalar without gradient that is the same on every rank. Raises UsageError if the
         model returns no loss or the batch has another size.
         """
-        args, more = ((), {}) if batch is None else split_inputs(batch)
-        for hook in module_hooks(self, FORWARD_TABLES + BACKWARD_TABLES):
-            raise UsageError(
-                "the model has hooks, and train_step calls no module",
-                where=hook_line(hook),
-                why="a step is many microbatches through stages on several ranks",
-                hint="do what the hook does before or after train_step",
-            )
         with self._autoshard.waiting():
-            leaves, _ = self._autoshard_family.of_call(self, args, {**more, **kwargs}, step=True)
+            leaves = _leaves_of_step(self, batch, kwargs)
             return self._autoshard_family.current.stepper.step(self, leaves)
+
+    @torch.compiler.disable
+    def eval_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
+        """Forward of a whole step, without gradients: the loss of a batch in the mode that the model is in.
+
+        Takes and returns what `train_step` does; dropout steps are not counted.
+        """
+        with self._autoshard.waiting():
+            leaves = _leaves_of_step(self, batch, kwargs)
+            return self._autoshard_family.current.stepper.evaluate(self, leaves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A second model with the same programs: an average of the weights, for instance."""
@@ -250,6 +252,20 @@ class ParallelModule(nn.Module):
             why="it is bound to the processes that run it",
             hint="save its state_dict(), with torch.distributed.checkpoint or full tensors",
         )
+
+
+def _leaves_of_step(module: ParallelModule, batch: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Make the program of a step the current one. Returns the leaves of its arguments."""
+    args, more = ((), {}) if batch is None else split_inputs(batch)
+    for hook in module_hooks(module, FORWARD_TABLES + BACKWARD_TABLES):
+        raise UsageError(
+            "the model has hooks, and a step calls no module",
+            where=hook_line(hook),
+            why="a step is many microbatches through stages on several ranks",
+            hint="do what the hook does before or after the step",
+        )
+    leaves, _ = module._autoshard_family.of_call(module, args, {**more, **kwargs}, step=True)
+    return leaves
 
 
 def _shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -346,7 +362,7 @@ def _bound(module: nn.Module, like: BoundProgram, program: Program, captured: Ca
         keep_blocks(module)
         runner.clock.follow(new.values())
     guard = _guard(module, program, runner.device.type, captured, captured.state)
-    return BoundProgram(runner, Stepper(runner), guard, captured)
+    return BoundProgram(runner, Stepper(runner, like.stepper), guard, captured)
 
 
 def _guard(
@@ -412,7 +428,8 @@ def _place_parameters(module: nn.Module, runner: Runner) -> dict[str, nn.Paramet
 def _leave_shape(owner: nn.Module, held: dict[str, Any], name: str) -> None:
     """A tensor without values in place of a parameter or a buffer: it is none any more, but code that asks
     for its shape, as a module that is printed, finds it."""
-    taken = held.pop(name)
+    # its place in the table stays, as a capture meets them in their order
+    taken, held[name] = held[name], None
     owner.__dict__[name] = torch.empty_like(taken, device="meta", requires_grad=False)
 
 

@@ -28,6 +28,8 @@ from autoshard.runtime.compile_once import SharedConditions
 _PROBES = ((2, 3), (3, 5), (5, 2), (4, 7), (7, 4), (6, 11))
 #: programs that a template is made of: formulas are decided by two, and checked by the others
 _ENOUGH = 4
+#: how many times the sequences of a microbatch a larger one may have
+LARGER = 4
 #: the plan of so many times fewer elements serves; for more, another may be better
 _GROWS = 2
 
@@ -64,9 +66,7 @@ class SizedPrograms:
         planned = sum(p.type.numel for p in self.program.signature.ports if p.kind == "input")
         if sum(map(prod, shapes.values())) > _GROWS * planned or not self._inputs_divide(shapes):
             return None
-        if not self._known:
-            self._conditions, self._known = self.captured.conditions(module), True
-        conditions = self._conditions
+        conditions = self._conditions_of(module)
         if conditions is None or not conditions.hold(shapes):
             return None
         alike = self._alike.setdefault(self._even(conditions, shapes), _Alike())
@@ -89,8 +89,38 @@ class SizedPrograms:
         alike.unsuited = compiled is None
         return compiled
 
-    def _compiled(self, module: nn.Module, inputs: Inputs) -> Program | None:
-        made = self.captured.resized(module, inputs)
+    def of_step(self, module: nn.Module, inputs: Inputs) -> Program | None:
+        """The program of a step of other microbatches: of as many sequences as now where they divide into
+        such, otherwise of fewer, or of a few more.
+
+        inputs: of all microbatches together, global.
+        """
+        leaves, spec = pytree.tree_flatten(inputs)
+        batched = [int(t) for t in self.program.signature.batch_inputs]
+        rows = {leaves[k].shape[0] for k in batched}
+        if len(rows) != 1:
+            return None
+        total = rows.pop()
+        planned = next(p.type.shape[0] for p in self._inputs if int(p.target) in batched)
+        conditions = self._conditions_of(module)
+        fewer, more = range(min(planned, total), 0, -1), range(planned + 1, LARGER * planned + 1)
+        for batch in (b for b in (*fewer, *more) if total % b == 0):
+            micro = [x[:batch] if k in batched else x for k, x in enumerate(leaves)]
+            shapes = {k: tuple(x.shape) for k, x in enumerate(micro) if isinstance(x, torch.Tensor)}
+            if conditions is None or not self._inputs_divide(shapes) or not conditions.hold(shapes):
+                continue
+            made = self._compiled(module, pytree.tree_unflatten(micro, spec), total // batch)
+            if made is not None:
+                return made
+        return None
+
+    def _conditions_of(self, module: nn.Module) -> SharedConditions | None:
+        if not self._known:
+            self._conditions, self._known = self.captured.conditions(module), True
+        return self._conditions
+
+    def _compiled(self, module: nn.Module, inputs: Inputs, microbatches: int = 1) -> Program | None:
+        made = self.captured.resized(module, inputs, microbatches)
         return made if made is not None and _divides(made) else None
 
     def _template(

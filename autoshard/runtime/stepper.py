@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.placement import local_shape
 from autoshard.program.holders import accumulated, counted, makers_of
 from autoshard.program.loss import loss_position
-from autoshard.program.messages import RankAction, StageSend
+from autoshard.program.messages import RankAction, StageSend, moves_of
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.executor import Values
 from autoshard.runtime.microbatch import cut
@@ -28,6 +28,7 @@ from autoshard.runtime.optim.pipeline_scales import Scales
 from autoshard.runtime.shared_params import pipe_group, rank_holders, shared_groups
 from autoshard.runtime.transport.p2p import Channels
 from autoshard.runtime.transport.shared_memory.p2p import MemoryChannels
+from autoshard.runtime.transport.shared_memory.peers import Neighbours
 from autoshard.runtime.transport.transport_choice import neighbours_of
 from autoshard.schedules.schedule import Action
 from autoshard.torch_adapters.dtypes import torch_dtype
@@ -42,7 +43,8 @@ _HALF = (torch.bfloat16, torch.float16)
 class Stepper:
     """Runs steps of one rank. Every rank of the program must make one at the same time."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, like: Stepper | None = None) -> None:
+        """like: of another program of the same stages, whose groups are shared."""
         self.runner, self.program = runner, runner.program
         self.moves = runner.moves
         self.watch = runner.guard.watch if runner.guard is not None else None
@@ -53,25 +55,34 @@ class Stepper:
         self.channels: Channels | MemoryChannels | None = None
         self.shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.pipe: dist.ProcessGroup | None = None
+        self.up: dist.ProcessGroup | None = None
+        self.near: Neighbours | None = None
         self.scales = Scales()
         if self.program.stages is not None:
-            self.scales.watch()
-            self.pipe = pipe_group(runner)
-            # messages up and messages down must not wait for each other on one communicator
-            up = pipe_group(runner) if dist.get_backend() == "nccl" else None
-            self.shared = shared_groups(runner)
-            place = runner.place
-            near = neighbours_of(self.pipe, place.device)
-            self.channels = (
-                Channels(self.moves, place.peers, self._describe, place.device, up, None, self.watch)
-                if near is None
-                else MemoryChannels(near, self._describe, self.watch)
-            )
+            self._meet(like)
         self.slices = self.program.stages.schedule.slices if self.program.stages is not None else 1
         #: how many terms a gradient has in a step
         self.terms = self.program.microbatches * self.slices
-        #: the last action of every microbatch
-        self.last = {m.action.microbatch: m.action for m in self.moves}
+
+    def _meet(self, like: Stepper | None) -> None:
+        """The groups and channels of a pipeline; collective."""
+        runner, place = self.runner, self.runner.place
+        if like is not None:
+            self.scales, self.pipe, self.up, self.shared = like.scales, like.pipe, like.up, like.shared
+            self.near = like.near
+        else:
+            self.scales.watch()
+            self.pipe = pipe_group(runner)
+            # messages up and messages down must not wait for each other on one communicator
+            self.up = pipe_group(runner) if dist.get_backend() == "nccl" else None
+            self.shared = shared_groups(runner)
+            self.near = neighbours_of(self.pipe, place.device)
+        assert self.pipe is not None
+        self.channels = (
+            Channels(self.moves, place.peers, self._describe, place.device, self.up, None, self.watch)
+            if self.near is None
+            else MemoryChannels(self.near, self._describe, self.watch)
+        )
 
     def _describe(self, value: str) -> tuple[tuple[int, ...], torch.dtype]:
         placed = self.program.lowered.values[value]
@@ -81,7 +92,7 @@ class Stepper:
 
     def step(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
-        run = _StepRun(self, module, leaves, self._loss)
+        run = _StepRun(self, module, leaves, self._loss, self.moves)
         if self.runner.guard is not None:
             self.runner.guard.step(module)
         with torch.no_grad():
@@ -90,6 +101,17 @@ class Stepper:
         if module.training:
             self.runner.clock.calls += self.program.microbatches
         return run.loss()
+
+    @torch.no_grad()
+    def evaluate(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
+        """The loss of a batch, by the forward of all microbatches alone."""
+        run = _StepRun(self, module, leaves, self._loss, self._forward_moves)
+        run.moves()
+        return run.loss(trained=False)
+
+    @cached_property
+    def _forward_moves(self) -> tuple[RankAction, ...]:
+        return moves_of(self.program, forward_only=True)[self.runner.place.pipe_rank]
 
     @cached_property
     def _loss(self) -> tuple[str, str]:
@@ -104,10 +126,18 @@ class _StepRun:
     """One step."""
 
     def __init__(
-        self, stepper: Stepper, module: nn.Module, leaves: Sequence[Any], loss: tuple[str, str]
+        self,
+        stepper: Stepper,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        loss: tuple[str, str],
+        order: tuple[RankAction, ...],
     ) -> None:
         self.stepper, self.runner, self.program = stepper, stepper.runner, stepper.program
         self.loss_value, self.loss_position = loss
+        self.order = order
+        #: the last action of every microbatch
+        self.last = {m.action.microbatch: m.action for m in order}
         self.module = module
         self.buffers = dict(module.named_buffers(remove_duplicate=False))
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
@@ -148,7 +178,7 @@ class _StepRun:
 
     def moves(self) -> None:
         self._gather()
-        channels, moves = self.stepper.channels, self.stepper.moves
+        channels, moves = self.stepper.channels, self.order
         if channels is not None:
             channels.begin()
         for number, move in enumerate(moves):
@@ -183,7 +213,7 @@ class _StepRun:
         self._accumulate(env, action.stage)
         if move.sends:
             self._send(env, move.sends)
-        if self.stepper.last[action.microbatch] == action:
+        if self.last[action.microbatch] == action:
             del self.envs[action.microbatch]
 
     def _enter_tangents(self, env: Values) -> None:
@@ -278,8 +308,9 @@ class _StepRun:
         parameter.grad = made if parameter.grad is None else parameter.grad + made
         run_post_accumulate_hooks(parameter)
 
-    def loss(self) -> torch.Tensor:
-        """The sum over the microbatches, from the stage that makes it."""
+    def loss(self, trained: bool = True) -> torch.Tensor:
+        """The sum over the microbatches, from the stage that makes it. trained: whether there are gradients,
+        which ranks have to scale alike."""
         stepper, place = self.stepper, self.runner.place
         nothing = torch.zeros((), device=self.runner.device)
         total = torch.stack(self.losses).sum() if self.losses else nothing
@@ -292,6 +323,7 @@ class _StepRun:
         rows = [torch.empty_like(own) for _ in place.peers]
         with collective(f"the loss from rank {source}", stepper.watch):
             dist.all_gather(rows, own, group=stepper.pipe)
-        stepper.scales.check(torch.stack(rows)[:, 1:])
-        stepper.scales.note(self.module.parameters())
+        if trained:
+            stepper.scales.check(torch.stack(rows)[:, 1:])
+            stepper.scales.note(self.module.parameters())
         return rows[dist.get_group_rank(stepper.pipe, source)][0].clone()

@@ -39,16 +39,16 @@ class Captured:
 
     inputs: that it was made with, without their data. same_graph: whether a module is captured as the graph
     it was. compiled: a program for other inputs, or gradients of all outputs. resized: the same plan, lowered
-    for inputs of other sizes, None where it does not suit them. conditions: on sizes, None where nothing is
-    known. stored: of a program that was stored, texts
-    that attributes had then, by label.
+    for a microbatch of other sizes, and so many of them in a step; None where it does not suit them.
+    conditions: on sizes, None where nothing is known. stored: of a program that was stored, texts that
+    attributes had then, by label.
     """
 
     state: CapturedState
     inputs: Inputs
     same_graph: Callable[[nn.Module], bool]
     compiled: Compiling
-    resized: Callable[[nn.Module, Inputs], Program | None]
+    resized: Callable[[nn.Module, Inputs, int], Program | None]
     conditions: Callable[[nn.Module], SharedConditions | None]
     stored: Mapping[str, str] | None = None
 

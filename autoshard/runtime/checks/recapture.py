@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +31,14 @@ def captured_of(
     inputs: Inputs,
     differentiate: Differentiate,
     compiled: Compiling,
-    resized: Callable[[nn.Module, Inputs], Program | None],
+    resized: Callable[[nn.Module, Inputs, int], Program | None],
     ranks: CompilingRanks,
+    batched: Sequence[int] = (),
 ) -> Captured:
     """What calls are compared with: a capture, which was made with these inputs, kept without their data.
 
     digest: of its graph. compiled, resized: see `Captured`. ranks: of which one finds conditions on sizes.
+    batched: positions of arguments with a batch.
     """
     args, kwargs = pytree.tree_map(_without_data, inputs)
     return Captured(
@@ -45,7 +47,7 @@ def captured_of(
         lambda module: _digest_now(module, args, kwargs, differentiate) == digest,
         compiled,
         resized,
-        lambda module: SharedConditions.of(ranks, lambda: size_conditions(module, args, kwargs)),
+        lambda module: SharedConditions.of(ranks, lambda: size_conditions(module, args, kwargs, batched)),
     )
 
 
