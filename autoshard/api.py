@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,12 @@ from autoshard.search.solve.memory_text import bytes_up
 from autoshard.torch_adapters.compiled import uncompiled
 
 __all__ = ["Compiled", "compile", "compile_analysed", "load", "parallelize", "plan", "with_options"]
+
+
+#: a model, which stays of its class
+M = TypeVar("M", bound=nn.Module)
+#: a class of models, or a factory of them
+D = TypeVar("D", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -106,12 +113,12 @@ def compile(
 
 def load(
     folder: str | os.PathLike[str],
-    model: nn.Module,
+    model: M,
     *,
     mesh: DeviceMesh | None = None,
     seed: int = 0,
     rules: Rules = None,
-) -> nn.Module:
+) -> M:
     """Make ``model`` run a stored program, on every rank: no capture, no search. Calls of another kind are
     planned as of a model that `parallelize` gave.
 
@@ -132,9 +139,23 @@ def load(
         mesh_of_plan(plan), known, PlanOptions(), PassOptions(), rules, CompilingRanks.of(devices)
     )
     captured = compiler.of_stored(program, uncompiled(model))
-    return bind(program, model, devices, seed=seed, captured=captured)
+    return cast(M, bind(program, model, devices, seed=seed, captured=captured))
 
 
+@overload
+def parallelize(
+    model: M,
+    mesh: Any,
+    *,
+    example_inputs: Any = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    local_batch: bool = False,
+    seed: int = 0,
+    rules: Rules = None,
+    **options: Any,
+) -> M: ...
+@overload
+def parallelize(*, mesh: Any, **options: Any) -> Callable[[D], D]: ...
 def parallelize(
     model: Any = None,
     mesh: Any = None,

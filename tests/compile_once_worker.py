@@ -105,6 +105,32 @@ def stored_programs_answer_other_calls(folder: Path, first: bool) -> None:
     trained(model, "loaded, another attribute")
 
 
+class Scaled(nn.Module):
+    """Divides by one number and multiplies by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, count: int = 3) -> torch.Tensor:
+        return (torch.tanh(self.up(x)) * scale).square().sum() / count
+
+
+def numbers_are_arguments() -> None:
+    """Programs do not grow with the numbers, which count with the precision that Python's have."""
+    for dtype, limit in ((torch.float64, 1e-14), (torch.bfloat16, 2e-2)):
+        x = batch().to(dtype)
+        eager = Scaled().to(dtype)
+        example = {"x": x, "scale": 0.3, "count": 7}
+        model = autoshard.parallelize(Scaled().to(dtype), MESH, example_inputs=example)
+        for scale, count in ((0.3, 7), (0.1, 7), (1 / 3, 7), (0.7, 9), (0.123456789, 11)):
+            wanted, found = eager(x, scale, count), model(x=x, scale=scale, count=count)
+            assert found.dtype == dtype, (dtype, found.dtype)
+            assert abs(float(found - wanted)) <= limit * float(wanted), (dtype, scale, found, wanted)
+        assert len(model._autoshard_family.programs) == 3
+
+
 def errors_reach_all_ranks() -> None:
     def unruled() -> object:
         return autoshard.parallelize(Unruled(), MESH, example_inputs=torch.randn(8, 8))
@@ -128,6 +154,7 @@ def main() -> None:
     one_rank_compiles(first)
     programs_are_kept(folder / "cache", first)
     stored_programs_answer_other_calls(folder / "program", first)
+    numbers_are_arguments()
     errors_reach_all_ranks()
     if first:
         print("one compiles, all run")

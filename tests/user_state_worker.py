@@ -161,6 +161,22 @@ def evaluated_between(folder: str) -> None:
     close(parallel.eval()(**inputs).loss.detach(), wanted, "loss in evaluation, with dropout set")
 
 
+def forward_of_the_instance() -> None:
+    """It is part of every program, and of calls that run as they are written."""
+
+    def wrapped() -> Net:
+        net = Net()
+        inner = net.forward
+        net.forward = lambda x: {k: 2 * v for k, v in inner(x).items()}  # type: ignore[method-assign]
+        return net
+
+    eager, parallel = wrapped(), autoshard.parallelize(wrapped(), "dp=2,tp=2", example_inputs=batch())
+    close(parallel(batch())["loss"], eager(batch())["loss"], "the first call")
+    assert len(parallel._autoshard_family.programs) == 1
+    close(parallel(batch(1, 3))["loss"], eager(batch(1, 3))["loss"], "another size")
+    close(parallel.eval()(batch())["loss"], eager(batch())["loss"], "in evaluation")
+
+
 def clipped_together() -> None:
     """Two models, each on a mesh of its own that equals the other's, clipped by one norm."""
     nets = [Net(seed) for seed in (0, 1)]
@@ -301,6 +317,7 @@ def main() -> None:
     a_short_last_batch()
     evaluated_between(sys.argv[1])
     clipped_together()
+    forward_of_the_instance()
     optimizers_made_before()
     frozen_and_not()
     code_that_asks_for_gradients()

@@ -11,8 +11,14 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import UsageError
 from autoshard.program.program import Signature
+from autoshard.torch_adapters.dtypes import torch_dtype
 
 Kwargs = dict[str, Any]
+
+
+def number_tensor(value: int | float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A number of Python as a tensor, which takes part in promotion as the number does. dtype: of a float."""
+    return torch.tensor(value, dtype=dtype if isinstance(value, float) else torch.int64)
 
 
 class Arguments:
@@ -23,6 +29,12 @@ class Arguments:
         self.names, self.leaves = signature.input_names, signature.in_leaves
         self.spec = pytree.treespec_loads(signature.in_tree)
         self.signature = _without_self(forward)
+        #: of floating-point inputs, by position
+        self.floats = {
+            int(p.target): torch_dtype(p.type.dtype)
+            for p in signature.ports
+            if p.kind == "input" and p.target.isdigit() and torch_dtype(p.type.dtype).is_floating_point
+        }
         positions = list(range(self.spec.num_leaves))
         args, kwargs = pytree.tree_unflatten(positions, self.spec)
         self.like = self._named(args, kwargs)
@@ -35,8 +47,10 @@ class Arguments:
             return None
         # a number that differs from call to call
         return [
-            torch.tensor(leaf) if kind == "tensor" and type(leaf) in (int, float) else leaf
-            for (kind, _), leaf in zip(self.leaves, leaves, strict=True)
+            number_tensor(leaf, self.floats.get(k, torch.float64))
+            if kind == "tensor" and type(leaf) in (int, float)
+            else leaf
+            for k, ((kind, _), leaf) in enumerate(zip(self.leaves, leaves, strict=True))
         ]
 
     def unflattened(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Kwargs]:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.inputs import inputs_of
 from autoshard.errors import CaptureError, UsageError
 from autoshard.program.program import Program
-from autoshard.runtime.arguments import Arguments
+from autoshard.runtime.arguments import Arguments, number_tensor
 from autoshard.runtime.checks.agreement import (
     WeightHashes,
     any_rank,
@@ -311,7 +311,7 @@ class ProgramFamily:
         for known in self.programs:
             arguments = known.runner.arguments
             numbers = _numbers(arguments, leaves) if arguments.spec == spec else {}
-            as_known = [torch.tensor(numbers[k]) if k in numbers else x for k, x in enumerate(leaves)]
+            as_known = [number_tensor(numbers[k]) if k in numbers else x for k, x in enumerate(leaves)]
             fits = numbers and known.suits(module) and known.guard.unchanged()
             if (
                 not fits
@@ -319,7 +319,7 @@ class ProgramFamily:
                 or known.runner.form_of(as_known) is None
             ):
                 continue
-            example = [torch.tensor(x) if k in numbers else x for k, x in enumerate(leaves)]
+            example = [number_tensor(x) if k in numbers else x for k, x in enumerate(leaves)]
             bound = self._if_captured(module, pytree.tree_unflatten(example, spec))
             if bound is not None and _give_alike(known.runner, bound.runner, module, as_known):
                 return bound

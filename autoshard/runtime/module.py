@@ -33,7 +33,7 @@ from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks
 from autoshard.runtime.outputs import Rows
-from autoshard.runtime.parallel_class import as_built, parallel_class
+from autoshard.runtime.parallel_class import FORWARD, as_built, parallel_class
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
@@ -202,7 +202,8 @@ class ParallelModule(nn.Module):
             if not self._autoshard_eager.running:
                 self._autoshard_eager.say_of(args, kwargs)
             with self._autoshard_eager.gathered(self):
-                return super().forward(*args, **kwargs)
+                users = self.__dict__.get(FORWARD, super().forward)
+                return users(*args, **kwargs)
         with self._autoshard.waiting():
             leaves, rows = self._autoshard_family.of_call(self, args, kwargs)
             self._autoshard_eager.enters_program(rows)
@@ -328,7 +329,8 @@ def _bind(
             owner._buffers[name.rpartition(".")[2]] = buffer.to(runner.device)
         else:
             _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
-    module.__dict__.pop("forward", None)  # a replaced one is part of the program, and would run in its place
+    if "forward" in module.__dict__:  # it is part of the program, and would run in its place
+        module.__dict__[FORWARD] = module.__dict__.pop("forward")
     module.__class__ = parallel_class(type(module), ParallelModule)
     sized = None if captured is None else SizedPrograms(program, captured)
     first = BoundProgram(runner, Stepper(runner), guard, captured, sized)

@@ -22,6 +22,8 @@ from autoshard.torch_adapters.hooks import drop_hooks
 _PREFIX = "_autoshard"
 #: in the class of a parallel model: the user's own
 _USERS = "_autoshard_class"
+#: in a parallel model: the forward that the user put on the instance
+FORWARD = "_autoshard_forward"
 
 
 class _SetsOnUsers(type):
@@ -90,6 +92,8 @@ def as_built(module: nn.Module, signature: Signature) -> Iterator[nn.Module]:
     held = dict(module.named_parameters(remove_duplicate=False))
     with ModuleSnapshot.of(module):
         module.__class__ = users_class(module)
+        if FORWARD in module.__dict__:
+            module.__dict__["forward"] = module.__dict__[FORWARD]
         for name in [n for n in module.__dict__ if n.startswith(_PREFIX)]:
             del module.__dict__[name]
         for each in module.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import json
 import random
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -482,3 +483,9 @@ def test_autocast_of_a_device_that_captures_do_not_see(monkeypatch: pytest.Monke
     monkeypatch.setattr(call_guard, "autocast_state", lambda device: (True, torch.bfloat16))
     with pytest.raises(UsageError, match="autocast for cuda"):
         check()
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Asks(), torch.randn(3, 4)
+    monkeypatch.setattr(sys.modules[__name__], "inner", 1, raising=False)
+    assert not [r for r in capture(model, (x,)).captured_state.variables if r.key == "inner"]

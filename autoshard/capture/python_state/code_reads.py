@@ -1,12 +1,12 @@
 """Which variables outside a model's objects its code can read: globals, closures, context variables.
 
 Functions are followed from the methods of the model's classes and from its hooks, by the names in their
-bytecode; nothing is run. A name that is also that of an attribute counts as read: what is guarded is a
-superset of what the forward uses.
+bytecode; nothing is run. What is guarded is a superset of what the forward uses.
 """
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
 from collections import deque
@@ -140,10 +140,11 @@ class _Walk:
     def _globals(self, function: FunctionType, code: CodeType) -> None:
         table, where = function.__globals__, f"{short_path(code.co_filename)}:{code.co_firstlineno}"
         self.reads.names.update(code.co_names)
+        loaded = globals_of(code) if any(name in table for name in code.co_names) else ()
         for name in code.co_names:
             for method in self.methods.get(name, ()):
                 self.add(method)
-            if name not in table:
+            if name not in table or name not in loaded:
                 continue
             value = table[name]
             if isinstance(value, ModuleType):
@@ -236,6 +237,11 @@ class _Cell(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return 1
+
+
+def globals_of(code: CodeType) -> set[str]:
+    """Names that code loads as variables of its module: a name may be one of attributes alone."""
+    return {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:

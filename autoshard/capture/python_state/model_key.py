@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard._version import __version__
-from autoshard.capture.python_state.code_reads import PLAIN, codes_of, is_array, top_package
+from autoshard.capture.python_state.code_reads import PLAIN, codes_of, globals_of, is_array, top_package
 from autoshard.torch_adapters.hooks import global_hooks, hook_tables
 from autoshard.torch_adapters.modes import autocast_state
 
@@ -289,12 +289,13 @@ class _Describe:
                 self._each(constants)
                 if {"environ", "getenv"} & set(code.co_names):
                     raise NoKeyError(f"{function.__qualname__} reads variables of the environment")
-            self._globals(function.__globals__, code.co_names, package, library)
+            self._globals(function.__globals__, code, package, library)
 
-    def _globals(self, table: Mapping[str, Any], names: Iterable[str], package: str, library: bool) -> None:
+    def _globals(self, table: Mapping[str, Any], code: types.CodeType, package: str, library: bool) -> None:
         """What code names; of a library's code, functions of the user's that stand there."""
-        names = tuple(names)
-        found = [(n, table[n]) for n in names if n in table]
+        names = code.co_names
+        loaded = globals_of(code) if any(n in table for n in names) else set()
+        found = [(n, table[n]) for n in names if n in loaded and n in table]
         inside = [(f"{n}.{k}", vars(m)[k]) for n, m in found if isinstance(m, types.ModuleType)
                   for k in names if k in vars(m)]  # fmt: skip
         for name, value in (*found, *inside):

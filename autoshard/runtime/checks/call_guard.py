@@ -108,6 +108,8 @@ class CallGuard:
     ) -> None:
         self.module, self.device, self.same_graph = module, device, same_graph
         reads = (*state.reads, *state.variables, *_children(module))
+        # a parallel model has its own
+        reads = tuple(r for r in reads if r.key != "forward" or r.table is not module.__dict__)
         self.reads = sorted(reads, key=lambda r: type(r.table) is not dict)
         plain = sum(type(r.table) is dict for r in self.reads)
         self.context, self.grad_mode = state.context, state.grad_mode
