@@ -90,6 +90,8 @@ class ModelCompiler:
         return compile_once(compile_here, self._key(model, inputs, options), self.ranks, self.rules)
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
+        if self.options.replicate_unknown:
+            return ""  # a text alone is not trusted to name ops that have no rule
         try:
             about = (self.mesh, self._machine(model), self.cluster is None, self.passes, *more)
             return model_key(model, inputs, *about, code=user_rules(self.rules))
