@@ -17,10 +17,10 @@ from autoshard.errors import UsageError
 from autoshard.options import PassOptions, PlanOptions, options_from, split_options
 from autoshard.planner.compiling import (
     compile_analysed,
-    mesh_of_plan,
     ranks_of,
     request_of,
 )
+from autoshard.planner.lowering import whole_mesh
 from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -135,9 +135,9 @@ def load(
     devices = device_mesh_for(program.whole_mesh, mesh)
     plan = plan_from_json(program.plan)
     known = plan.cluster if plan.cluster in catalog_names() else None
-    compiler = ModelCompiler(
-        mesh_of_plan(plan), known, PlanOptions(), PassOptions(), rules, CompilingRanks.of(devices)
-    )
+    ranks = CompilingRanks.of(devices)
+    where = whole_mesh(Mesh.parse(plan.mesh), plan)
+    compiler = ModelCompiler(where, known, PlanOptions(), PassOptions(), rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))
     return cast(M, bind(program, model, devices, seed=seed, captured=captured))
 

@@ -19,8 +19,6 @@ from autoshard.planner.planning import Planned, PlanningRequest, Progress
 from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.program import Program
 from autoshard.rules.registry import RULES
-from autoshard.search.plan.plan import Plan
-from autoshard.search.problem.problem import batch_of
 
 
 def request_of(
@@ -68,14 +66,6 @@ def ranks_of(where: Mesh | Cluster, options: PlanOptions) -> int:
     return devices
 
 
-def mesh_of_plan(plan: Plan) -> Mesh:
-    """The mesh of all ranks that a plan is for, with its pp axis."""
-    axes = plan.mesh.split(",")
-    if plan.pipeline is not None:
-        axes.insert(plan.pipeline.position, f"pp={plan.pipeline.ranks}")
-    return Mesh.parse(",".join(axes))
-
-
 def compile_analysed(
     planned: Planned,
     progress: Progress | None = None,
@@ -89,15 +79,7 @@ def compile_analysed(
     """
     passes = options_from(PassOptions, overrides, passes)
     say = progress or (lambda _: None)
-    analysis, plan = planned.analysis, planned.plan
-    captured = batch_of(analysis.folded)
-    if plan.batch and captured != plan.batch:
-        if planned.source is None:
-            raise VerificationError(
-                f"the plan is for microbatches of {plan.batch} sequences, the capture has {captured}",
-                hint="compile with example inputs of one microbatch",
-            )
-        analysis = planned.source.with_batch(analysis, plan.batch).analysed(say)
+    plan, analysis = planned.plan, planned.of_microbatch(say).analysis
     if analysis.fingerprint != plan.fingerprint:
         raise VerificationError(
             "the plan was made for another model or other inputs",

@@ -79,7 +79,7 @@ def lower_plan(
         return least_offload(stored, lambda program: StagePrices(program, cluster), plan.budget)
 
     mesh = Mesh.parse(plan.mesh)
-    options = hierarchy_options(passes.hierarchy, cluster, _whole(mesh, plan), mesh)
+    options = hierarchy_options(passes.hierarchy, cluster, whole_mesh(mesh, plan), mesh)
     program, tried = best_hierarchy(options, build, cluster, plan.budget, say)
     if REFINES in program.dumps:
         assert isinstance(program.dumps, Dumps)  # it was made just now
@@ -108,7 +108,7 @@ def lowering_of(
 ) -> LoweringOptions:
     """What the passes after the search need to know of a plan."""
     mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
-    prices = NodePrices(cluster, mesh, _whole(mesh, plan))
+    prices = NodePrices(cluster, mesh, whole_mesh(mesh, plan))
     return LoweringOptions(
         flow,
         plan,
@@ -174,8 +174,8 @@ def schedule_of(plan: Plan) -> Schedule | None:
     return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
 
 
-def _whole(mesh: Mesh, plan: Plan) -> Mesh:
-    """The mesh of all ranks."""
+def whole_mesh(mesh: Mesh, plan: Plan) -> Mesh:
+    """The mesh of all ranks that a plan is for, with its pp axis. mesh: of one stage."""
     if plan.pipeline is None:
         return mesh
     at = plan.pipeline.position
@@ -195,7 +195,7 @@ def _laid_out(
     mesh, last = Mesh.parse(str(options.mesh)), Mesh.parse(str(taken.last_mesh))
     links: dict[str, AxisLink] = {}
     for each in (mesh, last):
-        whole = _whole(each, options.plan)
+        whole = whole_mesh(each, options.plan)
         links |= {
             a.name: link_of(cluster.used_by(whole.world_size), whole, whole.index(a.name)) for a in each.axes
         }
@@ -211,6 +211,6 @@ def _laid_out(
     taken = replace(taken, hierarchy=hierarchy, quantise=quantise)
     if last == mesh:
         return taken  # priced already
-    prices = NodePrices(cluster, last, _whole(last, options.plan))
+    prices = NodePrices(cluster, last, whole_mesh(last, options.plan))
     hosting = _hosting(cluster, last, prices, passes)
     return replace(taken, seconds=prices if passes.overlap else None, hosting=hosting)

@@ -14,8 +14,8 @@ from autoshard.capture.python_state.model_key import NoKeyError, model_key
 from autoshard.cluster import Cluster, Mesh
 from autoshard.errors import UsageError
 from autoshard.options import Differentiate, PassOptions, PlanOptions
-from autoshard.planner.compiling import cluster_of, compile_analysed, mesh_of_plan, request_of, stored_layouts
-from autoshard.planner.lowering import schedule_of
+from autoshard.planner.compiling import cluster_of, compile_analysed, request_of, stored_layouts
+from autoshard.planner.lowering import schedule_of, whole_mesh
 from autoshard.planner.planning import Planned, Source
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.program.program import Program
@@ -24,7 +24,6 @@ from autoshard.runtime.checks.call_guard import Captured, Inputs
 from autoshard.runtime.checks.recapture import captured_of, example_of
 from autoshard.runtime.compile_once import CompiledOnce, CompilingRanks, compile_once
 from autoshard.search.plan.plan_json import plan_from_json
-from autoshard.search.problem.problem import batch_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class ModelCompiler:
         found = self._compiled(model, inputs, self.options)
         program = _program_of(found)
         prices = self.mesh if isinstance(self.mesh, Cluster) else self.cluster
-        further = replace(self, mesh=mesh_of_plan(plan_from_json(program.plan)), cluster=prices)
+        plan = plan_from_json(program.plan)
+        further = replace(self, mesh=whole_mesh(Mesh.parse(plan.mesh), plan), cluster=prices)
         return program, further._captured(model, inputs, found, self.options.differentiate), found.here
 
     def compiled(
@@ -118,12 +118,7 @@ class ModelCompiler:
 
         @cache
         def micro_of(module: nn.Module) -> Planned:
-            planned = planned_of(module)
-            batch, analysis, source = planned.plan.batch, planned.analysis, planned.source
-            if not batch or batch_of(analysis.folded) == batch or source is None:
-                return planned
-            source = source.with_batch(analysis, batch)
-            return replace(planned, analysis=source.analysed(lambda _: None), source=source)
+            return planned_of(module).of_microbatch(lambda _: None)
 
         return captured_of(
             _state_of(program, model, None if together else found.here),

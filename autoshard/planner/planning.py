@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.recipe import hosted, recipe_named
-from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError
+from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.placement import Layout, parse_placement
 from autoshard.options import Differentiate, PlanOptions
@@ -85,6 +85,22 @@ class Planned:
     source: Source | None = field(default=None, repr=False)
     staging: Staging | None = field(default=None, repr=False)
     peak: Peak | None = field(default=None, repr=False)
+
+    def of_microbatch(self, say: Progress) -> Planned:
+        """The same, with the analysis of one microbatch of the plan: captured again if need be.
+
+        Raises VerificationError without a source to capture.
+        """
+        batch, captured = self.plan.batch, batch_of(self.analysis.folded)
+        if batch in (0, captured):
+            return self
+        if self.source is None:
+            raise VerificationError(
+                f"the plan is for microbatches of {batch} sequences, the capture has {captured}",
+                hint="compile with example inputs of one microbatch",
+            )
+        source = self.source.with_batch(self.analysis, batch)
+        return replace(self, analysis=source.analysed(say), source=source)
 
 
 def _layout(text: str) -> Layout:

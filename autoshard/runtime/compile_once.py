@@ -22,6 +22,7 @@ from autoshard.errors import AutoshardError, UsageError, VerificationError
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, packed, save_program, unpacked
 from autoshard.rules.user import Rules
+from autoshard.runtime.groups import all_equal, device_here, world_device_type
 from autoshard.runtime.said import say_once
 
 T = TypeVar("T")
@@ -42,15 +43,12 @@ class CompilingRanks:
     def of(cls, given: DeviceMesh | None) -> CompilingRanks:
         """Those of a DeviceMesh, or all of the world, if there is one."""
         if given is not None:
-            device, groups = given.device_type, tuple(map(given.get_group, range(given.ndim)))
-        elif dist.is_initialized():
-            assert dist.group.WORLD is not None
-            device, groups = "cuda" if dist.get_backend() == "nccl" else "cpu", (dist.group.WORLD,)
-        else:
+            groups = tuple(map(given.get_group, range(given.ndim)))
+            return cls(groups, device_here(given.device_type))
+        if not dist.is_initialized():
             return cls.alone()
-        if device == "cuda":
-            return cls(groups, torch.device(device, torch.cuda.current_device()))
-        return cls(groups, torch.device(device))
+        assert dist.group.WORLD is not None
+        return cls((dist.group.WORLD,), device_here(world_device_type()))
 
     @classmethod
     def alone(cls) -> CompilingRanks:
@@ -64,11 +62,7 @@ class CompilingRanks:
 
     def alike(self, key: str) -> bool:
         """Whether all ranks have the same key; collective."""
-        number = int(key[:15], 16) if key else -1
-        ends = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        for group in self.groups:
-            dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
-        return int(ends[0]) == -int(ends[1])
+        return all_equal(self.groups, int(key[:15], 16) if key else -1, self.device)
 
     def from_first(self, data: bytes) -> bytes:
         """What the first rank gives; collective."""
@@ -138,12 +132,9 @@ def compile_once(
             found = _cached(compile_here, key, rules)
             sent = _message(found.program, others=bool(ranks.groups))
         except Exception as error:
-            if isinstance(error, AutoshardError):
-                told = _public(error)(error.what, where=error.where, why=error.why, hint=error.hint)
-                failure = error if type(error) is type(told) else told
-            else:
-                told = VerificationError(f"the rank that compiles failed: {type(error).__name__}: {error}")
-                failure = error
+            told = _told(error)
+            # what others raise, this rank raises too; a mistake of the compiler's with its traceback
+            failure = told if isinstance(error, AutoshardError) else error
             sent = _failed(told)
     sent = ranks.from_first(sent)
     if failure is not None:
@@ -173,9 +164,14 @@ def _to_run(program: Program) -> Program:
     return replace(program, dumps={}, original=None, original_notes={})
 
 
-def _public(error: AutoshardError) -> type[AutoshardError]:
-    """The class of an error that `autoshard.errors` has: other ranks know no more of it."""
-    return next(k for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k)
+def _told(error: Exception) -> AutoshardError:
+    """An error as other ranks raise it: of the class in `autoshard.errors` that it is of."""
+    if not isinstance(error, AutoshardError):
+        return VerificationError(f"the rank that compiles failed: {type(error).__name__}: {error}")
+    kind = next(k for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k)
+    if type(error) is kind:
+        return error
+    return kind(error.what, where=error.where, why=error.why, hint=error.hint)
 
 
 def _failed(error: AutoshardError) -> bytes:

@@ -114,10 +114,11 @@ class ProgramFamily:
         first = self.programs[0]
         return first.captured is not None and (step or first.runner.program.stages is None)
 
-    def _several(self, step: bool) -> bool:
+    @property
+    def _has_steps(self) -> bool:
         """Whether a step is more than a call."""
         program = self.programs[0].runner.program
-        return step and (program.stages is not None or program.microbatches > 1)
+        return program.stages is not None or program.microbatches > 1
 
     def of_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
@@ -127,6 +128,7 @@ class ProgramFamily:
         Returns the leaves of its arguments, as the program takes them, and the rows of this rank where ranks
         call with their own. Raises UsageError where there is no program and none can be compiled; collective.
         """
+        step = step and self._has_steps
         rows: tuple[int, int] | None = None
         if self.local_batch:
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -135,7 +137,7 @@ class ProgramFamily:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         found = self._known(module, args, kwargs, step)
         if found is None and self.grows(step):
-            found = self._compiled(module, args, kwargs, self._several(step))
+            found = self._compiled(module, args, kwargs, step)
         if found is None:
             # says what differs; of shapes, the program that is called does
             self.current.check(module)
@@ -195,22 +197,22 @@ class ProgramFamily:
         return [(b, x) for b, x, form in matching if parts is None or form != unlike[parts]]
 
     def _compiled(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], several: bool
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: bool
     ) -> tuple[BoundProgram, list[Any]] | None:
-        """A program for a kind of call that there was none of. several: microbatches, whose plan stays."""
+        """A program for a kind of call that there was none of. step: of microbatches, whose plan stays."""
         first = self.programs[0]
         assert first.captured is not None
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [x.full_tensor() if isinstance(x, DTensor) else x for x in leaves]
-        if several and (self.parts or self.local_batch):
+        if step and (self.parts or self.local_batch):
             return None
-        bound = self._resized(module, leaves, spec, several)
-        if bound is None and several and not self._is_small(leaves):
+        bound = self._resized(module, leaves, spec, step)
+        if bound is None and step and not self._is_small(leaves):
             return None
         bound = bound or self._of_numbers(module, leaves, spec)
         if bound is None:
             bound = self._bound(module, pytree.tree_unflatten(leaves, spec))
-        return self._with(bound, args, kwargs, several)
+        return self._with(bound, args, kwargs, step)
 
     def _is_small(self, leaves: Sequence[Any]) -> bool:
         """Whether a step that no number of microbatches suits is small enough for a single one."""
@@ -220,22 +222,22 @@ class ProgramFamily:
         return runner.program.stages is None and given <= LARGER * planned
 
     def _with(
-        self, bound: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any], several: bool
+        self, bound: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any], step: bool
     ) -> tuple[BoundProgram, list[Any]]:
         """Keep a program that was compiled for a call."""
         self.programs.append(bound)
         ports = bound.runner.inputs
         given = ", ".join(f"{bound.runner.input_name(p)} {p.type}" for p in ports)
         count = bound.runner.program.microbatches
-        of = f", {count} microbatches" if several else ""
+        of = f", {count} microbatches" if step else ""
         say_once(f"program {len(self.programs)} of the model, for {given}{of}")
         taken = bound.runner.arguments.matched(args, kwargs)
         assert taken is not None
-        assert bound.runner.form_of(taken, count if several else 1) is not None
+        assert bound.runner.form_of(taken, count if step else 1) is not None
         return bound, taken
 
     def _resized(
-        self, module: nn.Module, leaves: Sequence[Any], spec: Any, several: bool
+        self, module: nn.Module, leaves: Sequence[Any], spec: Any, step: bool
     ) -> BoundProgram | None:
         """A program for other sizes of the arguments alone, with the plan that there is."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -251,7 +253,7 @@ class ProgramFamily:
             if self.parts:
                 inputs, _ = self._of_parts(inputs)
             with as_built(module, self.programs[0].runner.program.signature):
-                program = (bound.sized.of_step if several else bound.sized.of)(module, inputs)
+                program = (bound.sized.of_step if step else bound.sized.of)(module, inputs)
             if program is None:
                 continue
             return self._agreed(module, bound, program, with_inputs(bound.captured, inputs), inputs)

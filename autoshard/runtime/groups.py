@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -45,8 +47,7 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
         )
     init_world(wanted)
     _check_world(dist.get_world_size(), wanted)
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    made = init_device_mesh(kind, wanted.sizes, mesh_dim_names=wanted.names)
+    made = init_device_mesh(world_device_type(), wanted.sizes, mesh_dim_names=wanted.names)
     # torch gives the groups of a mesh half an hour, whatever init_process_group was told
     for axis in range(made.ndim):
         copy_timeout(dist.group.WORLD, made.get_group(axis))
@@ -65,6 +66,32 @@ def init_world(wanted: Mesh | None) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def world_device_type() -> str:
+    """Of the tensors that the ranks of the world send each other."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def device_here(kind: str) -> torch.device:
+    """The device of this rank. kind: of device."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def reduced(
+    groups: Sequence[dist.ProcessGroup], x: torch.Tensor, op: Literal["min", "max", "sum"]
+) -> torch.Tensor:
+    """A tensor reduced over all ranks of a mesh, in place: along its axes in turn. groups: one per axis."""
+    ops = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+    for group in groups:
+        dist.all_reduce(x, ops[op], group=group)
+    return x
+
+
+def all_equal(groups: Sequence[dist.ProcessGroup], number: int, device: torch.device) -> bool:
+    """Whether all ranks of a mesh give the same number, of 63 bits; collective."""
+    ends = reduced(groups, torch.tensor([number, -number], dtype=torch.int64, device=device), "min")
+    return int(ends[0]) == -int(ends[1])
 
 
 def _reordered(given: DeviceMesh, names: tuple[str, ...], wanted: Mesh) -> DeviceMesh:
@@ -105,9 +132,7 @@ def place_of(program: Program, mesh: DeviceMesh) -> RankPlace:
             where=f"mesh {whole}",
             hint=f"start {whole.world_size} processes, or compile for another mesh",
         )
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_here(mesh.device_type)
     # a mesh given by the user may put the ranks of the world anywhere
     order = tuple(int(r) for r in mesh.mesh.flatten())
     rank = order.index(dist.get_rank())

@@ -98,16 +98,16 @@ class SizedPrograms:
         leaves, spec = pytree.tree_flatten(inputs)
         batched = [int(t) for t in self.program.signature.batch_inputs]
         rows = {leaves[k].shape[0] for k in batched}
-        if len(rows) != 1:
+        conditions = self._conditions_of(module)
+        if len(rows) != 1 or conditions is None:
             return None
         total = rows.pop()
         planned = next(p.type.shape[0] for p in self._inputs if int(p.target) in batched)
-        conditions = self._conditions_of(module)
         fewer, more = range(min(planned, total), 0, -1), range(planned + 1, LARGER * planned + 1)
         for batch in (b for b in (*fewer, *more) if total % b == 0):
             micro = [x[:batch] if k in batched else x for k, x in enumerate(leaves)]
             shapes = {k: tuple(x.shape) for k, x in enumerate(micro) if isinstance(x, torch.Tensor)}
-            if conditions is None or not self._inputs_divide(shapes) or not conditions.hold(shapes):
+            if not self._inputs_divide(shapes) or not conditions.hold(shapes):
                 continue
             made = self._compiled(module, pytree.tree_unflatten(micro, spec), total // batch)
             if made is not None:

@@ -24,7 +24,7 @@ from autoshard.capture.origins import short_path
 from autoshard.capture.python_state.state_reads import Read, plain_object
 
 #: packages whose variables are not the user's
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "autoshard", "numpy"})
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "autoshard", "numpy"})
 #: their objects are not looked into; variables of plain values are
 _KEPT_APART = frozenset({"transformers", "peft", "accelerate"})
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -52,7 +52,7 @@ class CodeReads:
         reads = cls()
         walk = _Walk(reads)
         for kind in {
-            c for m in model.modules() for c in type(m).__mro__ if top_package(c.__module__) not in _LIBRARIES
+            c for m in model.modules() for c in type(m).__mro__ if top_package(c.__module__) not in LIBRARIES
         }:
             walk.methods_of(kind)
         for function in _entries(model):
@@ -123,7 +123,7 @@ class _Walk:
                 return
             self._object(type(value).__name__, value)
             value = call
-        if id(value) in self.seen or top_package(value.__module__) in _LIBRARIES:
+        if id(value) in self.seen or top_package(value.__module__) in LIBRARIES:
             return
         self.seen.add(id(value))
         self.queue.append(value)
@@ -148,7 +148,7 @@ class _Walk:
                 continue
             value = table[name]
             if isinstance(value, ModuleType):
-                if top_package(value.__name__) not in _LIBRARIES | _KEPT_APART:
+                if top_package(value.__name__) not in LIBRARIES | _KEPT_APART:
                     for inner in code.co_names:
                         if inner in vars(value):
                             self._variable(vars(value), inner, f"{name}.{inner}", where, value.__name__)
@@ -182,7 +182,7 @@ class _Walk:
             self._value(label, value)
         elif ours and is_source(value):
             self.reads.variables.append(Read(table, key, label, where))
-        elif plain_object(value) and top_package(type(value).__module__) not in _KEPT_APART | _LIBRARIES:
+        elif plain_object(value) and top_package(type(value).__module__) not in _KEPT_APART | LIBRARIES:
             self.reads.variables.append(Read(table, key, label, where))
             self._object(label, value)
 
@@ -202,7 +202,7 @@ class _Walk:
 
     def _class(self, kind: type) -> None:
         """Methods and values of a class, for code that mentions their names."""
-        if kind in self.classes or top_package(kind.__module__) in _LIBRARIES | _KEPT_APART:
+        if kind in self.classes or top_package(kind.__module__) in LIBRARIES | _KEPT_APART:
             return
         self.classes.add(kind)
         self.methods_of(kind)

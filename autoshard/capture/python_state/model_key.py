@@ -28,12 +28,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard._version import __version__
-from autoshard.capture.python_state.code_reads import PLAIN, codes_of, globals_of, is_array, top_package
+from autoshard.capture.python_state.code_reads import (
+    LIBRARIES,
+    PLAIN,
+    codes_of,
+    globals_of,
+    is_array,
+    top_package,
+)
+from autoshard.capture.python_state.state_reads import of_python_class
 from autoshard.torch_adapters.hooks import global_hooks, hook_tables
 from autoshard.torch_adapters.modes import autocast_state
 
-#: packages that a version stands for, none of whose code is followed
-_CLOSED = frozenset({*sys.stdlib_module_names, "torch", "autoshard", "numpy"})
 #: in the paths of packages that a version stands for; what users replace in them is followed
 _INSTALLED = ("site-packages", "dist-packages")
 #: elements of a tensor that code may hold, or look at, beside parameters
@@ -48,7 +54,7 @@ _BY_KIND = (type(threading.Lock()), type(threading.RLock()), weakref.ReferenceTy
 #: attributes that differ from process to process: a `hash`, in GenerationConfig
 _VOLATILE = ("_original_object_hash",)
 #: variables of the environment that libraries ask for
-_PREFIXES = ("TRANSFORMERS_", "HF_", "TORCH_", "PYTORCH_", "AUTOSHARD_CPU")
+_PREFIXES = ("TRANSFORMERS_", "HF_", "TORCH_", "PYTORCH_")
 #: entries of classes that are no code of the user's
 _DESCRIPTORS = (
     types.GetSetDescriptorType,
@@ -92,7 +98,7 @@ def model_key(model: nn.Module, inputs: Any, *more: object, code: Iterable[objec
 def _installed(value: Any) -> bool:
     """Whether a function or class is of a package that a version stands for."""
     package = top_package(value.__module__)
-    if package in _CLOSED:
+    if package in LIBRARIES:
         return True
     path = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
     return any(part in path for part in _INSTALLED)
@@ -179,7 +185,7 @@ class _Describe:
                 self.add(getattr(value, part, None))
         elif hasattr(value, "__wrapped__"):
             self.add(value.__wrapped__)
-        elif type(value).__flags__ & (1 << 9) and not isinstance(value, Iterator):
+        elif of_python_class(value) and not isinstance(value, Iterator):
             self._class(type(value))
             self._attributes(value)
         elif not isinstance(value, _BY_KIND):
@@ -277,7 +283,7 @@ class _Describe:
                 self.text("empty")
         self.add(getattr(function, "__wrapped__", None))
         package = top_package(function.__module__)
-        if package in _CLOSED:
+        if package in LIBRARIES:
             return
         library = _installed(function)
         if library:

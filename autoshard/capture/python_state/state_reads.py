@@ -75,12 +75,16 @@ class Read:
         return self.table.get(self.key, MISSING)
 
 
+def of_python_class(value: object) -> bool:
+    """Whether a value's class was made at run time, not in C."""
+    return type(value).__flags__ & (1 << 9) != 0
+
+
 def plain_object(value: object) -> bool:
     """Whether a value is a namespace, or of a class written in Python, whose attributes may be read."""
     return (
         not isinstance(value, (*_CALLABLE, nn.Module, torch.Tensor, Enum))
-        # a class made at run time, not in C
-        and (isinstance(value, SimpleNamespace) or type(value).__flags__ & (1 << 9) != 0)
+        and (isinstance(value, SimpleNamespace) or of_python_class(value))
         and isinstance(getattr(value, "__dict__", None), dict)
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import UsageError, VerificationError
 from autoshard.program.text import program_text
 from autoshard.runtime.checks.collective_watchdog import ranks_text
+from autoshard.runtime.groups import all_equal, reduced
 
 if TYPE_CHECKING:
     from autoshard.runtime.runner import Runner
@@ -96,22 +97,12 @@ def parts_differ(runner: Runner, leaves: Sequence[Any]) -> bool:
     For a call after others with the global batch: a smaller batch may have the size of a part.
     """
     parts = [leaves[int(p.target)] for p in runner.inputs if _plain(leaves[int(p.target)])]
-    own = hash_of(*parts)
-    ends = _reduced(runner, torch.tensor([own, -own], dtype=torch.int64, device=runner.device), "min")
-    return int(ends[0]) != -int(ends[1])
+    return not all_equal(runner.axis_groups, hash_of(*parts), runner.device)
 
 
 def any_rank(runner: Runner, here: bool) -> bool:
     """Whether something holds on some rank; collective over the program's ranks."""
-    return bool(_reduced(runner, torch.tensor(int(here), device=runner.device), "max"))
-
-
-def _reduced(runner: Runner, x: torch.Tensor, op: Literal["min", "max", "sum"]) -> torch.Tensor:
-    """A tensor reduced over all ranks of the program, in place: along the axes of the mesh in turn."""
-    ops = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
-    for group in runner.axis_groups:
-        dist.all_reduce(x, ops[op], group=group)
-    return x
+    return bool(reduced(runner.axis_groups, torch.tensor(int(here), device=runner.device), "max"))
 
 
 def _plain(x: object) -> TypeGuard[torch.Tensor]:
@@ -137,7 +128,7 @@ def _entries(
 def _compare(runner: Runner, entries: Mapping[str, int]) -> None:
     own = torch.tensor(list(entries.values()), dtype=torch.int64, device=runner.device)
     both = torch.cat([own, torch.where(own == _ANY, own, -own)])
-    low, high = _reduced(runner, both, "min").chunk(2)
+    low, high = reduced(runner.axis_groups, both, "min").chunk(2)
     differ = (low != -high) & (low != _ANY)
     if not bool(differ.any()):
         return
@@ -150,7 +141,7 @@ def _by_rank(runner: Runner, own: int) -> dict[int, int]:
     order = runner.place.order
     table = torch.zeros(len(order), dtype=torch.int64, device=runner.device)
     table[order.index(dist.get_rank())] = own
-    return dict(zip(order, _reduced(runner, table, "sum").tolist(), strict=True))
+    return dict(zip(order, reduced(runner.axis_groups, table, "sum").tolist(), strict=True))
 
 
 def _error(name: str, sums: Mapping[int, int]) -> Exception:

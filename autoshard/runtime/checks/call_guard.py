@@ -166,11 +166,11 @@ class CallGuard:
             values = self._values()
             if next(self._differences(values), None) is not None:
                 return False
-            self._settle(values)
+            self._take_values(values)
         return True
 
-    def _settle(self, values: list[Any]) -> None:
-        """What is there now is as good as what was."""
+    def _take_values(self, values: list[Any]) -> None:
+        """Compare later calls with these values, which give the same program."""
         self.values = values
         self.registrations = registrations()
 
@@ -199,7 +199,7 @@ class CallGuard:
             if unseen or self.same_graph is None or not self.same_graph(self.module):
                 return found
             self.accepted.add(key)
-        self._settle(values)
+        self._take_values(values)
         return []
 
     def _differences(self, values: list[Any]) -> Iterator[Difference]:
