@@ -56,8 +56,8 @@ class PlanOptions:
     differentiate: Differentiate = option(
         "auto", "auto: gradients of the loss that the model returns; all: of all outputs"
     )
-    stored: tuple[tuple[str, str], ...] = option(
-        (), "parameters that are sharded already, with their layouts", hidden=True
+    stored: tuple[tuple[str, str, tuple[int, ...]], ...] = option(
+        (), "parameters that are sharded already: name, layout, pipeline stages", hidden=True
     )
     replicate_small_batch: bool = option(
         False, "let ranks that a batch has too few rows for compute alike", hidden=True

@@ -258,6 +258,69 @@ def other_batches() -> None:
     raises(autoshard.UsageError, lambda: alone.train_step(some(1)), "input")
 
 
+class Asked(nn.Module):
+    """Dropout between layers, a weight that two stages share, and arguments that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
+        self.layers[5].weight = self.layers[0].weight
+        self.extra = nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        more: torch.Tensor | None = None,
+        scale: float = 1.0,
+        hidden: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        for number, layer in enumerate(self.layers):
+            x = self.drop(x + torch.tanh(layer(x)))
+            if number == 3 and more is not None:
+                x = x + self.extra(more)
+        found = {"loss": (x - y).square().mean() * scale}
+        return {**found, "x": x} if hidden else found
+
+
+def other_calls() -> None:
+    """Steps in another mode, and with other arguments: every parameter stays on its stage."""
+
+    def some(rows: int, *names: str) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(rows)
+        return {k: torch.randn(rows, 16, generator=generator) for k in ("x", "y", *names)}
+
+    for mesh, options in (
+        ("pp=2,dp=2", {"microbatches": 4}),
+        ("pp=2,tp=2", {"schedule": "interleaved", "microbatches": 2}),
+    ):
+        plain, model = Asked(), Asked()
+        parallel = autoshard.parallelize(model, mesh, example_inputs=some(16, "more"), **options)
+        parallel.train_step(some(16, "more"))
+        parallel.train_step(some(16))  # without `more`, nor a gradient of `extra`
+        for each in (plain, parallel):
+            each.eval().zero_grad()
+        for batch in (
+            some(16, "more"),
+            some(16),
+            {**some(16), "scale": 2.0},
+            {**some(16), "scale": 3.0},
+            {**some(16, "more"), "hidden": True},
+            some(12),
+        ):
+            found, loss = float(parallel.train_step(batch)), plain(**batch)["loss"]
+            loss.backward()
+            wanted = float(loss.detach())
+            check(abs(wanted - found) < 1e-5 * abs(wanted), f"{mesh}: {found}, not {wanted}: {list(batch)}")
+            without = float(parallel.eval_step(batch))
+            check(abs(wanted - without) < 1e-5 * abs(wanted), f"{mesh}: {without}, not {wanted}")
+            same(parallel, plain, f"{list(batch)} on {mesh}")
+            for each in (plain, parallel):
+                each.zero_grad()
+
+
 def meshes_of_the_user() -> None:
     """Axes in any order: a rank's own part of the batch is where the mesh of the user says."""
     batch = small_batch()
@@ -348,6 +411,7 @@ def main(chosen: Sequence[str]) -> None:
         checkpoints,
         misuse,
         other_batches,
+        other_calls,
         meshes_of_the_user,
         dropout,
         half_precision,

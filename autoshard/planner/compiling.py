@@ -17,6 +17,7 @@ from autoshard.planner.analysis import Analysis
 from autoshard.planner.lowering import DEFAULT, lower_plan
 from autoshard.planner.planning import Planned, PlanningRequest, Progress
 from autoshard.planner.step_terms import step_terms, warn_of
+from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.rules.registry import RULES
 
@@ -101,12 +102,13 @@ def _user_ops(analysis: Analysis) -> tuple[str, ...]:
     return tuple(sorted(op for op in used & set(analysis.table) if op not in RULES))
 
 
-def stored_layouts(programs: Iterable[Program]) -> tuple[tuple[str, str], ...]:
-    """The layouts that parameters of programs have, by name."""
-    found: dict[str, str] = {}
+def stored_parameters(programs: Iterable[Program]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """(name, layout, pipeline stages) of the parameters of programs; no stages where there is no pipeline."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for program in programs:
+        stages = {} if program.stages is None else holders_of(program)
         for port in program.signature.ports:
-            if port.kind == "param":
+            if port.kind == "param" and port.target not in found:
                 layout = program.lowered.values[port.name].layout
-                found[port.target] = " ".join(map(str, layout))
-    return tuple(found.items())
+                found[port.target] = " ".join(map(str, layout)), stages.get(port.name, ())
+    return tuple((name, *where) for name, where in found.items())

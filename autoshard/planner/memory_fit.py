@@ -402,6 +402,7 @@ class MemoryFitter:
             None if self.offload.activations else self.request.budget,
             microbatch=microbatch_seconds(solution.placements),
             schedules=self._schedules,
+            stages={name: frozenset(stages) for name, stages in self.request.stages},
         )
         self._cuttings.append((solution, partition))
         return partition

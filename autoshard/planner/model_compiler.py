@@ -14,7 +14,7 @@ from autoshard.capture.python_state.model_key import NoKeyError, model_key
 from autoshard.cluster import Cluster, Mesh
 from autoshard.errors import UsageError
 from autoshard.options import Differentiate, PassOptions, PlanOptions
-from autoshard.planner.compiling import cluster_of, compile_analysed, request_of, stored_layouts
+from autoshard.planner.compiling import cluster_of, compile_analysed, request_of, stored_parameters
 from autoshard.planner.lowering import schedule_of, whole_mesh
 from autoshard.planner.planning import Planned, Source
 from autoshard.planner.resized import NotResizableError, resized
@@ -63,13 +63,23 @@ class ModelCompiler:
             self.options,
             differentiate="all" if self.options.differentiate == "all" else differentiate,
             pins=tuple(pins),
-            stored=stored_layouts(stored),
+            stored=stored_parameters(stored),
             tactics="",
             global_batch=None,
             microbatches=None,
             replicate_small_batch=True,
         )
-        found = self._compiled(module, inputs, options)
+        pipeline = plan_from_json(stored[0].plan).pipeline
+        if pipeline is not None:
+            options = replace(options, schedule=pipeline.schedule, chunks=pipeline.chunks)
+        try:
+            # those that the user asked for, unless the batch does not divide into so many
+            as_asked = replace(options, microbatches=pipeline and self.options.microbatches)
+            found = self._compiled(module, inputs, as_asked)
+        except UsageError:
+            if pipeline is None or self.options.microbatches is None:
+                raise
+            found = self._compiled(module, inputs, options)
         return _program_of(found), self._captured(module, inputs, found, options.differentiate)
 
     def of_stored(self, program: Program, model: nn.Module) -> Captured | None:

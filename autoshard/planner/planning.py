@@ -145,7 +145,8 @@ class PlanningRequest:
             recompute=options.recompute,
             baselines=options.baselines,
             replicate_small_batch=options.replicate_small_batch,
-            stored=tuple((name, _layout(text)) for name, text in options.stored),
+            stored=tuple((name, _layout(text)) for name, text, _ in options.stored),
+            stages=tuple((name, stages) for name, _, stages in options.stored if stages),
             pins=tuple(map(Pin.parse, options.pins)),
             tactics=_tactics(options.tactics, self.where),
         )

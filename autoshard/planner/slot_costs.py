@@ -6,8 +6,9 @@ A deep model is looked at without most of its equal layers, whose slots are then
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -32,9 +33,23 @@ from autoshard.planner.stage_state import state_of
 from autoshard.program.program import Program, Signature
 from autoshard.simulate.estimate import Estimator
 
+#: of parameters that no stage has yet
+NO_STAGES: Mapping[str, frozenset[int]] = MappingProxyType({})
 
-def slots_of(folded: Folded, options: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots:
-    """The slots of a model. cluster: the devices of the whole pipeline. ranks: of it."""
+
+def slots_of(
+    folded: Folded,
+    options: LoweringOptions,
+    cluster: Cluster,
+    recipe: Recipe,
+    ranks: int,
+    stages: Mapping[str, frozenset[int]] = NO_STAGES,
+) -> Slots:
+    """The slots of a model. cluster: the devices of the whole pipeline. ranks: of it. stages: that have
+    parameters already, by name."""
+    if stages:
+        priced = _Pricing(folded, options, cluster, recipe, ranks)
+        return replace(priced.slots(), stages=priced.stages_of(stages))
     slots = _filled(folded, options, cluster, recipe, ranks)
     return _Pricing(folded, options, cluster, recipe, ranks).slots() if slots is None else slots
 
@@ -125,6 +140,18 @@ class _Pricing:
             seen_back=seen_back,
             steps=self._steps(link),
         )
+
+    def stages_of(self, stages: Mapping[str, frozenset[int]]) -> tuple[frozenset[int] | None, ...]:
+        """Per slot, the stages that have all of its parameters; None if it has none."""
+        targets = {p.name: p.target for p in self.folded.joint.ports if p.kind == "param"}
+        found: list[frozenset[int] | None] = [None] * self.count
+        for slot, statement in self._placed():
+            for value in self._sources(statement.uses):
+                having = stages.get(targets.get(value, ""))
+                if having is not None:
+                    known = found[slot]
+                    found[slot] = having if known is None else known & having
+        return tuple(found)
 
     def bytes_of(self, value: str) -> float:
         """Bytes of a value on a rank; the values of alike layers have one type and layout between them."""

@@ -6,7 +6,7 @@ end. Every schedule gets the cuts that are best for it, and the one with the sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.passes.pipeline import LoweringOptions, place
 from autoshard.passes.stages.unpartitioned import Unpartitioned
-from autoshard.planner.slot_costs import slots_of
+from autoshard.planner.slot_costs import NO_STAGES, slots_of
 from autoshard.planner.stage_slots import Trial
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.registry import make, tried
@@ -99,6 +99,7 @@ class StagePartition:
     microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
     the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
     are compared by one measure. budget: bytes per rank; unlike ranks may have more (`stage_machines.rooms`).
+    stages: that have parameters already, by name.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class StagePartition:
         *,
         microbatch: float | None = None,
         schedules: Schedules | None = None,
+        stages: Mapping[str, frozenset[int]] = NO_STAGES,
     ) -> None:
         assert options.plan.pipeline is not None
         self.pipeline, self.budget = options.plan.pipeline, budget
@@ -120,7 +122,7 @@ class StagePartition:
         self._folded, self.options = folded, options
         mesh, ranks = Mesh.parse(options.plan.mesh), self.pipeline.ranks
         used = cluster.used_by(mesh.world_size * ranks)
-        slots = slots_of(folded, options, used, recipe, ranks)
+        slots = slots_of(folded, options, used, recipe, ranks, stages)
         #: bytes of every rank, () if all have as many
         self._rooms = rooms(used, stage_machines(used, mesh, ranks), budget) if budget is not None else ()
         #: the ops of forward, between which it is cut
@@ -208,6 +210,12 @@ class StagePartition:
 
     def _no_room(self) -> InfeasibleError:
         ranks = self.pipeline.ranks
+        if self.slots.stages and self.budget is None:
+            return InfeasibleError(
+                f"no cuts into pp={ranks} stages leave every parameter on the rank that has it",
+                why="this call uses parameters in another order than the one that was planned first",
+                hint="parallelize a second model for such calls",
+            )
         least = float(self.slots.costs_of.state.sum()) / ranks
         return InfeasibleError(
             f"no stages of pp={ranks} fit {bytes_up(self.budget or 0.0)} per rank",

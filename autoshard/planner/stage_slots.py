@@ -99,6 +99,7 @@ class Slots:
     kinds: the costs on unlike pipeline ranks, those of a send as on the link behind the rank; of: the kind of
     every rank, () if all are as ``costs_of`` says: the costs on what no rank is slower than. shared:
     parameters that several slots use, whose gradients unlike ranks may have to add up over a slow link.
+    stages: those that have the parameters of a slot already, None for any; () if none are fixed.
     """
 
     all: tuple[Slot, ...]
@@ -108,6 +109,7 @@ class Slots:
     kinds: tuple[SlotCosts, ...] = ()
     of: tuple[int, ...] = ()
     shared: Shared = ()
+    stages: tuple[frozenset[int] | None, ...] = ()
 
     def equals(self, other: Slots) -> bool:
         """Whether all slots are the same and cost the same."""
@@ -181,8 +183,9 @@ class Slots:
     def places(self) -> list[int]:
         """Slots behind which a cut may be, in calls; see `places_of`."""
         rows: dict[int, list[int]] = {}
+        apart = self._apart
         for k, slot in enumerate(self.all[:-1]):
-            if slot.open:
+            if slot.open and (apart is None or apart[k]):
                 rows.setdefault(slot.call, []).append(k)
         calls = list(rows.values())
         # sums of the same sends differ by rounding
@@ -190,8 +193,25 @@ class Slots:
         return [calls[call][number] for call, number in places_of(crossing)]
 
     @property
+    def _apart(self) -> np.ndarray | None:
+        """Whether stages that are fixed let a cut be behind a slot; None if none are."""
+        if not self.stages:
+            return None
+        least = np.maximum.accumulate([min(s) if s else 0 for s in self.stages])
+        most = np.minimum.accumulate([max(s) if s else self.count for s in reversed(self.stages)])[::-1]
+        return np.append(least[:-1] < most[1:], False)
+
+    def _barred(self, stage: int, edges: Sequence[int]) -> np.ndarray | None:
+        if not self.stages:
+            return None
+        barred = np.array([s is not None and stage not in s for s in self.stages])
+        return np.logical_or.reduceat(barred, edges[:-1])
+
+    @property
     def most_stages(self) -> int:
-        """As many as there are runs of slots that use parameters."""
+        """As many as there are runs of slots that use parameters; all runs where stages are fixed."""
+        if self.stages:
+            return len(self.places) + 1
         runs = np.logical_or.reduceat(self.uses_params, [0, *(p + 1 for p in self.places)])
         return int(runs.sum()) or len(runs)
 
@@ -215,7 +235,7 @@ class Slots:
             ends = [] if cuts is None else [edges[e + 1] - 1 for e in cuts.ends]
             tried += [ends] if cuts is not None and ends not in tried else []
         # the formula is not the simulation: what people do by hand is tried as well
-        alike = self._alike(schedule.stages)
+        alike = [] if self.stages else self._alike(schedule.stages)
         tried += [alike] if alike and alike not in tried else []
         best: Trial | None = None
         for ends in tried:
@@ -252,15 +272,16 @@ class Slots:
 
         idle: whether a stage may have no parameters, as others of its rank may have some.
         """
-        lines_: dict[tuple[int, int, bool], Line] = {}
+        lines_: dict[tuple[int, int, bool, int], Line] = {}
 
         def line(stage: int, sends: bool) -> Line:
             owner = schedule.owner
             own = self.on(owner[stage])
             behind = self.between(owner[stage], owner[min(stage + 1, len(owner) - 1)])
-            key = (id(own), id(behind), sends)
+            key = (id(own), id(behind), sends, stage if self.stages else 0)
             if key not in lines_:
-                lines_[key] = self._line(own, behind, edges, sends, idle)
+                made = self._line(own, behind, edges, sends, idle)
+                lines_[key] = replace(made, barred=self._barred(stage, edges))
             return lines_[key]
 
         ways = (True, False) if self.of else (True,)

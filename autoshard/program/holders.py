@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from autoshard.errors import VerificationError
 from autoshard.ir.boundaries import ends_of
 from autoshard.program.program import Program
 
+NONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
-def holders_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """Name of a port -> the stages that use it, or update it; what no stage uses is in stage 0."""
+
+def holders_of(program: Program, unused: Mapping[str, tuple[int, ...]] = NONE) -> dict[str, tuple[int, ...]]:
+    """Name of a port -> the stages that use it, or update it. unused: target of a parameter -> the stages
+    that have it though none uses it, otherwise stage 0."""
     names = {p.name for p in program.signature.ports}
     found: dict[str, set[int]] = {name: set() for name in names}
     for part in program.lowered.parts:
@@ -20,7 +26,8 @@ def holders_of(program: Program) -> dict[str, tuple[int, ...]]:
     for result in program.signature.results:
         if result.kind == "buffer":
             found[buffers[result.target]].update(makers.get(result.value, ()))
-    return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+    kept = {p.name: unused.get(p.target, (0,)) for p in program.signature.ports}
+    return {name: tuple(sorted(stages)) or kept[name] for name, stages in found.items()}
 
 
 def makers_of(program: Program) -> dict[str, tuple[int, ...]]:

@@ -207,9 +207,10 @@ class ProgramFamily:
         if step and (self.parts or self.local_batch):
             return None
         bound = self._resized(module, leaves, spec, step)
-        if bound is None and step and not self._is_small(leaves):
+        pipeline = self.programs[0].runner.program.stages is not None
+        if bound is None and step and not pipeline and not self._is_small(leaves):
             return None
-        bound = bound or self._of_numbers(module, leaves, spec)
+        bound = bound or self._of_numbers(module, leaves, spec, step)
         if bound is None:
             bound = self._bound(module, pytree.tree_unflatten(leaves, spec))
         return self._with(bound, args, kwargs, step)
@@ -219,7 +220,7 @@ class ProgramFamily:
         runner = self.programs[0].runner
         given = sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
         planned = sum(p.type.numel for p in runner.inputs)
-        return runner.program.stages is None and given <= LARGER * planned
+        return given <= LARGER * planned
 
     def _with(
         self, bound: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any], step: bool
@@ -229,7 +230,7 @@ class ProgramFamily:
         ports = bound.runner.inputs
         given = ", ".join(f"{bound.runner.input_name(p)} {p.type}" for p in ports)
         count = bound.runner.program.microbatches
-        of = f", {count} microbatches" if step else ""
+        of = f", {count} microbatch{'es' * (count > 1)}" if step else ""
         say_once(f"program {len(self.programs)} of the model, for {given}{of}")
         taken = bound.runner.arguments.matched(args, kwargs)
         assert taken is not None
@@ -304,7 +305,9 @@ class ProgramFamily:
         pins = tuple(f"{named.names[k]}={placed}" for k in batch_leaves(named.values))
         return global_example(inputs, rows.ways), pins
 
-    def _of_numbers(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> BoundProgram | None:
+    def _of_numbers(
+        self, module: nn.Module, leaves: Sequence[Any], spec: Any, step: bool
+    ) -> BoundProgram | None:
         """A program that takes ints and floats as inputs, which another one has in it with other values.
 
         None where code needs them as numbers, or does something else with a tensor: what the other program
@@ -318,12 +321,12 @@ class ProgramFamily:
             if (
                 not fits
                 or (spec, frozenset(numbers)) in self._numbers
-                or known.runner.form_of(as_known) is None
+                or known.runner.form_of(as_known, known.runner.program.microbatches if step else 1) is None
             ):
                 continue
             example = [number_tensor(x) if k in numbers else x for k, x in enumerate(leaves)]
             bound = self._if_captured(module, pytree.tree_unflatten(example, spec))
-            if bound is not None and _give_alike(known.runner, bound.runner, module, as_known):
+            if bound is not None and _give_alike(known, bound, module, as_known, step):
                 return bound
             self._numbers.append((spec, frozenset(numbers)))
         return None
@@ -372,19 +375,29 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def _give_alike(one: Runner, other: Runner, module: nn.Module, leaves: Sequence[Any]) -> bool:
+def _give_alike(
+    one: BoundProgram, other: BoundProgram, module: nn.Module, leaves: Sequence[Any], step: bool
+) -> bool:
     """Whether two programs give the same outputs for arguments, on all ranks; collective."""
-    found = []
-    with torch.no_grad():
-        for runner in (one, other):
-            params, inputs = runner.arguments_of(module, leaves)
-            buffers = {n: b.clone() for n, b in module.named_buffers(remove_duplicate=False)}
-            outs = runner.outputs(runner.forward(params, inputs, buffers))
-            found.append([x.to_local() if isinstance(x, DTensor) else x for x in outs])
+    found = [_outputs(bound, module, leaves, step) for bound in (one, other)]
     alike = len(found[0]) == len(found[1]) and all(
         a.dtype == b.dtype
         and a.shape == b.shape
         and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
         for a, b in zip(*found, strict=True)
     )
-    return not any_rank(one, not alike)
+    return not any_rank(one.runner, not alike)
+
+
+@torch.no_grad()
+def _outputs(bound: BoundProgram, module: nn.Module, leaves: Sequence[Any], step: bool) -> list[torch.Tensor]:
+    """What a program gives, without a change of the module. step: of all microbatches, their loss."""
+    buffers = {n: b.clone() for n, b in module.named_buffers(remove_duplicate=False)}
+    if step:
+        loss = bound.stepper.evaluate(module, leaves)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            buffer.copy_(buffers[name])
+        return [loss]
+    params, inputs = bound.runner.arguments_of(module, leaves)
+    outs = bound.runner.outputs(bound.runner.forward(params, inputs, buffers))
+    return [x.to_local() if isinstance(x, DTensor) else x for x in outs]

@@ -348,6 +348,7 @@ def _bound(module: nn.Module, like: BoundProgram, program: Program, captured: Ca
     old = like.runner
     runner = Runner(program, module, place_of(program, old.place_mesh), old.seed, old.place_mesh, old)
     given = dict(module.named_parameters(remove_duplicate=False))
+    _check_stages(old, runner)
     for port in runner.params:
         parameter = given[port.target]
         if isinstance(parameter, DTensor) and tuple(parameter.placements) != tuple(
@@ -365,6 +366,22 @@ def _bound(module: nn.Module, like: BoundProgram, program: Program, captured: Ca
         runner.clock.follow(new.values())
     guard = _guard(module, program, runner.device.type, captured, captured.state)
     return BoundProgram(runner, Stepper(runner, like.stepper), guard, captured)
+
+
+def _check_stages(old: Runner, new: Runner) -> None:
+    """UsageError, on all ranks, unless the ranks that use a parameter have it in another program."""
+    if old.program.stages is None:
+        return
+    before, owner = old.holders_of_params, old.program.stages.schedule.owner
+    used = holders_of(new.program, before)
+    for port in (p for p in new.program.signature.ports if p.kind == "param"):
+        now, then = ({owner[s] for s in each} for each in (used[port.name], before.get(port.target, ())))
+        if not now <= then:
+            raise UsageError(
+                f"no program for this call keeps {port.target} on the pipeline ranks that have it",
+                why=f"ranks {sorted(then)} have it, and the call would use it on {sorted(now)}",
+                hint="parallelize a second model for such calls",
+            )
 
 
 def _guard(

@@ -118,6 +118,12 @@ class Runner:
             if p.kind == "const"
         }
         self.holders = holders_of(program)
+        if like is not None:
+            # its gradients are added up over the ranks that have a parameter, also where only some use it
+            known = like.holders_of_params
+            self.holders |= {
+                p.name: known[p.target] for p in self._ports if p.kind == "param" and p.target in known
+            }
         self.params = [p for p in program.signature.ports if p.kind == "param" and self.holds(p)]
         self.inputs = [p for p in program.signature.ports if p.kind == "input" and p.target != "seed"]
         self.seed_port = next((p for p in program.signature.ports if p.target == "seed"), None)
@@ -142,6 +148,11 @@ class Runner:
     def holds(self, port: Port) -> bool:
         """Whether a stage of this rank uses a parameter, buffer or constant."""
         return not self.place.stages.isdisjoint(self.holders[port.name])
+
+    @property
+    def holders_of_params(self) -> dict[str, tuple[int, ...]]:
+        """Target of a parameter -> its stages."""
+        return {p.target: self.holders[p.name] for p in self._ports if p.kind == "param"}
 
     def holds_buffer(self, target: str) -> bool:
         return any(p.kind == "buffer" and p.target == target and self.holds(p) for p in self._ports)

@@ -9,4 +9,4 @@ from ranks import HERE, run_ranks
 
 def test_ways_to_train_a_pipeline(tmp_path: Path) -> None:
     output = run_ranks([str(HERE / "pipeline_api_worker.py"), str(tmp_path)])
-    assert output.count(" works") == 8, output[-4000:]
+    assert output.count(" works") == 9, output[-4000:]

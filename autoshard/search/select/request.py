@@ -28,7 +28,8 @@ class SearchRequest:
     price them. pins: fixed placements. tactics: of a given mesh, axis by axis. work: limit of the work for
     its problems (see `solver.solution_cache`), then the incumbent is the plan: counted, not timed, so that
     plans are the same on every machine. replicate_small_batch: on a mesh that is given, axes that would
-    divide the batch into more parts than it has rows replicate it. stored: layouts that parameters have.
+    divide the batch into more parts than it has rows replicate it. stored: layouts that parameters have;
+    stages: pipeline stages that have them.
     """
 
     budget: int | None = None
@@ -42,6 +43,7 @@ class SearchRequest:
     work: int = WORK
     replicate_small_batch: bool = False
     stored: tuple[tuple[str, Layout], ...] = ()
+    stages: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

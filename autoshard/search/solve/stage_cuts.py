@@ -43,7 +43,8 @@ class Line:
     forward, backward: seconds of one microbatch. held: bytes kept for backward, per microbatch in flight.
     state: bytes of parameters, gradients and optimizer. send: seconds to send what crosses behind a slot to
     the next stage and its gradient back, inf where no cut may be; the last one is not used. params: whether
-    a slot uses parameters, of which every stage needs some; None if it need not.
+    a slot uses parameters, of which every stage needs some; None if it need not. barred: slots that the stage
+    must not have; None for none.
     """
 
     forward: Array
@@ -52,6 +53,7 @@ class Line:
     state: Array
     send: Array
     params: NDArray[np.bool_] | None = None
+    barred: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -286,6 +288,9 @@ def _seconds(line: Line) -> Array:
     if line.params is not None:
         users = np.concatenate([[0], np.cumsum(line.params)])
         run[users[None, :] == users[:, None]] = inf
+    if line.barred is not None:
+        barred = np.concatenate([[0], np.cumsum(line.barred)])
+        run[barred[None, :] != barred[:, None]] = inf
     return run
 
 
