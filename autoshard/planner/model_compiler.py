@@ -74,7 +74,7 @@ class ModelCompiler:
             options = replace(options, schedule=pipeline.schedule, chunks=pipeline.chunks)
         try:
             # those that the user asked for, unless the batch does not divide into so many
-            as_asked = replace(options, microbatches=pipeline and self.options.microbatches)
+            as_asked = replace(options, microbatches=self.options.microbatches if pipeline else None)
             found = self._compiled(module, inputs, as_asked)
         except UsageError:
             if pipeline is None or self.options.microbatches is None:
