@@ -59,6 +59,9 @@ class PlanOptions:
     stored: tuple[tuple[str, str, tuple[int, ...]], ...] = option(
         (), "parameters that are sharded already: name, layout, pipeline stages", hidden=True
     )
+    microbatch_size: int | None = option(
+        None, "sequences of a microbatch, or the nearest number that divides a step's", hidden=True
+    )
     replicate_small_batch: bool = option(
         False, "let ranks that a batch has too few rows for compute alike", hidden=True
     )

@@ -137,6 +137,10 @@ def _pipes(ranks: int, layers: int, options: PlanOptions) -> tuple[Pipe, ...]:
 
 def _batches(mesh: Mesh, total: int, options: PlanOptions) -> tuple[int, ...]:
     """The microbatch that is asked for, in sequences over the mesh."""
+    if options.microbatch_size is not None:
+        size, least = min(options.microbatch_size, total), min(data_ways(mesh), total)
+        near = (*range(size, least - 1, -1), *range(size + 1, total + 1))
+        return (next(n for n in near if total % n == 0),)
     if options.microbatches is None:
         return ()
     if total % (options.microbatches * data_ways(mesh)):

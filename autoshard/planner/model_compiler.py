@@ -69,17 +69,11 @@ class ModelCompiler:
             microbatches=None,
             replicate_small_batch=True,
         )
-        pipeline = plan_from_json(stored[0].plan).pipeline
-        if pipeline is not None:
-            options = replace(options, schedule=pipeline.schedule, chunks=pipeline.chunks)
-        try:
-            # those that the user asked for, unless the batch does not divide into so many
-            as_asked = replace(options, microbatches=self.options.microbatches if pipeline else None)
-            found = self._compiled(module, inputs, as_asked)
-        except UsageError:
-            if pipeline is None or self.options.microbatches is None:
-                raise
-            found = self._compiled(module, inputs, options)
+        plan = plan_from_json(stored[0].plan)
+        if plan.pipeline is not None:
+            size, kind = plan.batch or None, plan.pipeline
+            options = replace(options, schedule=kind.schedule, chunks=kind.chunks, microbatch_size=size)
+        found = self._compiled(module, inputs, options)
         return _program_of(found), self._captured(module, inputs, found, options.differentiate)
 
     def of_stored(self, program: Program, model: nn.Module) -> Captured | None:

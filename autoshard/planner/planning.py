@@ -160,13 +160,14 @@ class PlanningRequest:
         try:
             return self._planned(source, analysis)
         except BatchError as error:
-            if self.batch is None:
-                raise
             # a batch of the same size as something else, or of one, cannot be followed; another one may be
-            batch = distinct_batch(analysis.folded)
+            batch, total = distinct_batch(analysis.folded), self.batch or batch_of(analysis.folded)
+            if not total:
+                raise
+            request = replace(self, options=replace(self.options, global_batch=total))
             self.progress(f"capturing again, with {batch} sequences")
             try:
-                return self._planned(source, source.with_batch(analysis, batch).analysed(self.progress))
+                return request._planned(source, source.with_batch(analysis, batch).analysed(self.progress))
             except (BatchError, CaptureError):
                 raise error from None
 

@@ -212,8 +212,8 @@ class StagePartition:
         ranks = self.pipeline.ranks
         if self.slots.stages and self.budget is None:
             return InfeasibleError(
-                f"no cuts into pp={ranks} stages leave every parameter on the rank that has it",
-                why="this call uses parameters in another order than the one that was planned first",
+                f"no cuts into pp={ranks} stages leave every parameter of this call on the rank that has it",
+                why="it uses parameters in another order than the first plan, or some that it did not use",
                 hint="parallelize a second model for such calls",
             )
         least = float(self.slots.costs_of.state.sum()) / ranks

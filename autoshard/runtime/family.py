@@ -204,8 +204,6 @@ class ProgramFamily:
         assert first.captured is not None
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [x.full_tensor() if isinstance(x, DTensor) else x for x in leaves]
-        if step and (self.parts or self.local_batch):
-            return None
         bound = self._resized(module, leaves, spec, step)
         pipeline = self.programs[0].runner.program.stages is not None
         if bound is None and step and not pipeline and not self._is_small(leaves):
@@ -257,27 +255,28 @@ class ProgramFamily:
                 program = (bound.sized.of_step if step else bound.sized.of)(module, inputs)
             if program is None:
                 continue
-            return self._agreed(module, bound, program, with_inputs(bound.captured, inputs), inputs)
+            return self._agreed(module, bound, program, with_inputs(bound.captured, inputs), taken)
         return None
 
     def _bound(self, module: nn.Module, inputs: Inputs) -> BoundProgram:
         first = self.programs[0]
         assert first.captured is not None
         pins: tuple[str, ...] = ()
+        given = pytree.tree_leaves(inputs)
         if self.parts:
             inputs, pins = self._of_parts(inputs)
         with as_built(module, first.runner.program.signature):
             program, captured = first.captured.compiled(module, inputs, "auto", self._stored, pins)
-        bound = self._agreed(module, first, program, captured, inputs)
+        bound = self._agreed(module, first, program, captured, given)
         bound.sized = SizedPrograms(program, captured)
         return bound
 
     def _agreed(
-        self, module: nn.Module, like: BoundProgram, program: Program, captured: Captured, inputs: Inputs
+        self, module: nn.Module, like: BoundProgram, program: Program, captured: Captured, leaves: list[Any]
     ) -> BoundProgram:
-        """A program, bound, that all ranks have for inputs that all ranks give; collective."""
+        """A program, bound, that all ranks have for the arguments of a call; collective."""
         bound = self.bind(like, program, captured)
-        check_first_call(bound.runner, module, WeightHashes({}, {}), pytree.tree_leaves(inputs))
+        check_first_call(bound.runner, module, WeightHashes({}, {}), leaves)
         return bound
 
     def _if_captured(self, module: nn.Module, inputs: Inputs) -> BoundProgram | None:

@@ -45,10 +45,10 @@ def gathered_batch(
     groups: along every axis of the mesh. Raises UsageError, on every rank, if the rows of some rank have
     another length or type than those of others.
     """
-    found, positions = list(leaves), batch_leaves(leaves)
-    if not positions:
-        raise UsageError("local_batch=True, and no argument of the call has a batch")
-    count = leaves[positions[0]].shape[0]
+    # a rank without rows has tensors of none
+    empty = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.dim() and not x.shape[0]]
+    found, positions = list(leaves), empty or batch_leaves(leaves)
+    count = leaves[positions[0]].shape[0] if positions else 0
     parts = [leaves[k].detach().to(device).contiguous() for k in positions]
     form = hash_of(*((tuple(x.shape[1:]), x.dtype) for x in parts))
     told = _gathered(torch.tensor([[count, form]], device=device), groups)
@@ -60,6 +60,8 @@ def gathered_batch(
             why="together they are one batch",
             hint="pad to one length on all ranks, for instance with padding='max_length'",
         )
+    if not sum(rows):
+        raise UsageError("local_batch=True, and no argument of the call has rows on any rank")
     most, coords = max(rows), _position(groups)
     for position, part in zip(positions, parts, strict=True):
         padded = torch.cat([part, part.new_zeros((most - count, *part.shape[1:]))]) if count < most else part

@@ -58,8 +58,8 @@ def choose(
         given = [speeds.of(s) for s in given]
     if request.tactics:
         solution = search.by_tactics([s.mesh for s in given])
-    elif len(given) == 1 and request.batch is None and given[0].ranks == 1:
-        solution = search.one(given[0].mesh)
+    elif len(given) == 1 and (request.stored or (request.batch is None and given[0].ranks == 1)):
+        solution = search.one(given[0])
     else:
         solution = search.many(given)
     if not request.baselines or solution.interrupted or solution.spent:
@@ -116,16 +116,19 @@ class _Search:
         self.solved: list[MeshFamily] = []
         self.fitted: list[CandidateSolution] = []
 
-    def one(self, mesh: Mesh) -> CandidateSolution:
-        """A mesh that was given, the batch in one piece."""
+    def one(self, staged: Staged) -> CandidateSolution:
+        """A mesh that was given, with its first pipeline and microbatch: otherwise the batch in one piece."""
+        mesh, request, pipe = staged.mesh, self.request, staged.pipes[0]
         self.progress(f"searching {mesh}")
-        captured, request = self.problems.captured, self.request
-        axes = axes_of_batch(mesh, captured) if request.replicate_small_batch else None
+        batch = staged.batches[0] if staged.batches else self.problems.captured
+        count = max(1, self.total // batch) if batch else 1
+        axes = axes_of_batch(mesh, batch) if request.replicate_small_batch else None
         formulated = self.problems.of(
-            mesh, captured, request.pins, merge=False, axes=axes, stored=request.stored
+            mesh, batch, request.pins, merge=False, axes=axes, stored=request.stored
         )
-        placements = self.exact.proven(formulated, self.exact.tuned(formulated, self.setting))
-        config = Configuration(mesh, captured, 1)
+        setting = replace(self.setting, microbatches=count, pipe=pipe)
+        placements = self.exact.proven(formulated, self.exact.tuned(formulated, setting))
+        config = Configuration(mesh, batch, count, pipe)
         return CandidateSolution(formulated, placements, config, self.cluster, placements.lower_bound)
 
     def by_tactics(self, meshes: Sequence[Mesh]) -> CandidateSolution:
