@@ -17,7 +17,7 @@ from autoshard._version import __version__
 
 if TYPE_CHECKING:
     from autoshard import errors, rules
-    from autoshard.api import Compiled, compile, load, parallelize, plan
+    from autoshard.api import Compiled, compile, load, parallelize, plan, plan_lengths
     from autoshard.cluster import Cluster, Mesh
     from autoshard.errors import (
         AutoshardError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from autoshard.interop.export import export
     from autoshard.options import PassOptions, PlanOptions
+    from autoshard.planner.length_plans import LengthPlans
     from autoshard.planner.planning import Planned
     from autoshard.rules.user import UserRule, rule
     from autoshard.runtime.optim.adamw import AdamW
@@ -46,6 +47,7 @@ __all__ = [
     "GradScaler",
     "HostOptimizer",
     "InfeasibleError",
+    "LengthPlans",
     "Mesh",
     "NoRuleError",
     "PassOptions",
@@ -64,6 +66,7 @@ __all__ = [
     "load",
     "parallelize",
     "plan",
+    "plan_lengths",
     "rule",
     "rules",
 ]
@@ -71,7 +74,16 @@ __all__ = [
 
 def _home(name: str) -> str | None:
     """The module that a public name lives in."""
-    if name in ("plan", "compile", "load", "parallelize", "Planned", "Compiled"):
+    if name in (
+        "plan",
+        "plan_lengths",
+        "compile",
+        "load",
+        "parallelize",
+        "Planned",
+        "LengthPlans",
+        "Compiled",
+    ):
         return "autoshard.api"
     if name in ("Mesh", "Cluster"):
         return "autoshard.cluster"

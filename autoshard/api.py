@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast, overload
 
@@ -15,11 +15,9 @@ from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target
 from autoshard.cluster.load import catalog_names
 from autoshard.errors import UsageError
 from autoshard.options import PassOptions, PlanOptions, options_from, split_options
-from autoshard.planner.compiling import (
-    compile_analysed,
-    ranks_of,
-    request_of,
-)
+from autoshard.planner import length_plans as planner_lengths
+from autoshard.planner.compiling import compile_analysed, ranks_of, request_of
+from autoshard.planner.length_plans import LengthPlans, LengthShare, most_frequent, resized_inputs
 from autoshard.planner.lowering import whole_mesh
 from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.program.program import Program
@@ -31,7 +29,16 @@ from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.torch_adapters.compiled import uncompiled
 
-__all__ = ["Compiled", "compile", "compile_analysed", "load", "parallelize", "plan", "with_options"]
+__all__ = [
+    "Compiled",
+    "compile",
+    "compile_analysed",
+    "load",
+    "parallelize",
+    "plan",
+    "plan_lengths",
+    "with_options",
+]
 
 
 #: a model, which stays of its class
@@ -84,6 +91,33 @@ def plan(
     args, kwargs = split_inputs(example_inputs)
     request = request_of(model, mesh, cluster, chosen, target, progress)
     return request.planned(Source(model, args, kwargs, chosen.replicate_unknown, rules, chosen.differentiate))
+
+
+def plan_lengths(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    example_inputs: Any,
+    lengths: str,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    options: PlanOptions | None = None,
+    rules: Rules = None,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> LengthPlans:
+    """Plans for a distribution of sequence lengths, one for each, on one set of parameter placements.
+
+    Args:
+        example_inputs: as for `plan`; every dim as long as dim 1 of the first batched input has a length.
+        lengths: ``"512:0.7,4096:0.2,32768:0.1"``, lengths in tokens and the shares of steps that have them.
+
+    The others are those of `plan`. Raises what `plan` raises.
+    """
+    chosen = options_from(PlanOptions, overrides, options)
+    args, kwargs = split_inputs(example_inputs)
+    request = request_of(model, mesh, cluster, chosen, "", progress)
+    source = Source(model, args, kwargs, chosen.replicate_unknown, rules, chosen.differentiate)
+    return planner_lengths.plan_lengths(request, source, planner_lengths.parse_lengths(lengths))
 
 
 def compile(
@@ -149,6 +183,7 @@ def parallelize(
     *,
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
+    lengths: str = "",
     local_batch: bool = False,
     seed: int = 0,
     rules: Rules = None,
@@ -162,6 +197,7 @@ def parallelize(
     *,
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
+    lengths: str = "",
     local_batch: bool = False,
     seed: int = 0,
     rules: Rules = None,
@@ -180,12 +216,21 @@ def parallelize(
     The mesh, example inputs, cluster and rules are those of `plan`.
 
     Args:
+        lengths: ``"512:0.7,4096:0.3"``: lengths of sequences and the shares of steps that have them; their
+            programs are planned together (`plan_lengths`) and compiled at once.
         local_batch: False: all ranks give the same global batch, or each its own part of it. True: example
             inputs and calls have a batch of the rank's own, as under DDP, and the loss is that of all.
         seed: of dropout.
         options: fields of `autoshard.PlanOptions` and `autoshard.PassOptions` by name.
     """
-    about = {"cluster": cluster, "local_batch": local_batch, "seed": seed, "rules": rules, **options}
+    about = {
+        "cluster": cluster,
+        "lengths": lengths,
+        "local_batch": local_batch,
+        "seed": seed,
+        "rules": rules,
+        **options,
+    }
     if model is None:
         return functools.partial(_decorate, mesh=mesh, example_inputs=example_inputs, **about)
     if mesh is None:
@@ -202,6 +247,7 @@ def parallelize(
             planned,
             passed,
             cluster=cluster,
+            shares=planner_lengths.parse_lengths(lengths) if lengths else (),
             local_batch=local_batch,
             seed=seed,
             rules=rules,
@@ -236,6 +282,7 @@ def _parallelize_now(
     passes: PassOptions,
     *,
     cluster: str | os.PathLike[str] | Cluster | None,
+    shares: Sequence[LengthShare],
     local_batch: bool,
     seed: int,
     rules: Rules,
@@ -253,7 +300,8 @@ def _parallelize_now(
     given = mesh if isinstance(mesh, DeviceMesh) else None
     init_world(where if isinstance(where, Mesh) and given is None else None)
     compiler = ModelCompiler(where, cluster, options, passes, rules, CompilingRanks.of(given))
-    program, captured, planned = compiler.first(model, split_inputs(example_inputs))
+    inputs = split_inputs(example_inputs)
+    program, captured, planned = compiler.first(model, inputs, shares)
     bound = bind(
         program,
         model,
@@ -263,6 +311,10 @@ def _parallelize_now(
         local_batch=local_batch,
     )
     say_once(_decided(program, planned))
+    for share in shares:
+        if share != most_frequent(shares):
+            sized = resized_inputs(inputs, program.signature.batched, share.length)
+            bound._autoshard_family.compile_ahead(bound, sized)  # type: ignore[operator, union-attr]
     return bound
 
 

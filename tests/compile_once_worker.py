@@ -147,6 +147,27 @@ def errors_reach_all_ranks() -> None:
             raise AssertionError(f"no {kind.__name__}")
 
 
+class Longer(Net):
+    """Of sequences."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(x.cumsum(1))
+
+
+def lengths_are_planned_together() -> None:
+    """Their programs are there before the first call; others come from the one that was planned for more."""
+
+    def some(length: int) -> torch.Tensor:
+        return torch.randn(8, length, 8, generator=torch.Generator().manual_seed(length))
+
+    model = autoshard.parallelize(Longer(), MESH, example_inputs=some(4), lengths="4:1,12:3,40:1")
+    family, eager = model._autoshard_family, Longer()
+    assert len(family.programs) == 3
+    for length in (4, 12, 40, 30):
+        close(model(some(length))["loss"], eager(some(length))["loss"], f"length {length}")
+    assert len(family.programs) == 4
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -155,6 +176,7 @@ def main() -> None:
     programs_are_kept(folder / "cache", first)
     stored_programs_answer_other_calls(folder / "program", first)
     numbers_are_arguments()
+    lengths_are_planned_together()
     errors_reach_all_ranks()
     if first:
         print("one compiles, all run")

@@ -33,6 +33,14 @@ ClusterOption = Annotated[
 ]
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="of hf: targets [default: 8]")]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="512:0.7,4096:0.3",
+        help="lengths of sequences, with the shares of steps that have them: one plan each, chosen together",
+    ),
+]
 WithoutOption = Annotated[
     str, typer.Option("--without", metavar="bucket,overlap,ring", help="optional passes to skip")
 ]

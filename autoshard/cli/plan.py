@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,7 +17,10 @@ from autoshard.options import PlanOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from autoshard.cluster import Cluster, Mesh
+    from autoshard.planner.length_plans import LengthPlans
     from autoshard.planner.planning import Planned
     from autoshard.report.summary import Decision, PlanSummary
 
@@ -35,6 +38,7 @@ def plan_command(
     cluster: opt.ClusterOption = None,
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
+    lengths: opt.LengthsOption = None,
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
     rules: opt.RulesOption = None,
@@ -52,6 +56,16 @@ def plan_command(
         if out is not None:
             check_plan_folder(out, overwrite=overwrite)
         inputs = batch_options(target, batch, options.global_batch, seq)
+        if lengths is not None:
+            if out is not None:
+                raise UsageError(
+                    "--lengths goes without --out",
+                    why="a plan folder is one plan, and there is one for each length",
+                    hint="parallelize(..., lengths=...) compiles them all",
+                )
+            found = make_length_plans(target, mesh, cluster, inputs, options, rules, lengths, Progress())
+            print_lengths(found, json=json)
+            return
         priced = replace(options, baselines=True)
         planned = make_plan(target, mesh, cluster, inputs, priced, rules, Progress())
         if out is not None:
@@ -92,9 +106,24 @@ def make_plan(
     say: Progress,
 ) -> Planned:
     """Build the target on the meta device and plan it. inputs: sizes of the target's example inputs."""
+    from autoshard import api
+
+    model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, say)
+    return api.plan(model, where, target=target, **more)
+
+
+def planning_arguments(
+    target: str,
+    mesh: str | None,
+    cluster: str | None,
+    inputs: dict[str, int],
+    options: PlanOptions,
+    rules: Path | None,
+    say: Progress,
+) -> tuple[nn.Module, Mesh | Cluster, dict[str, Any]]:
+    """Of `autoshard.plan`: the model, where it is planned for, and the other arguments by name."""
     # before the model is built: mistakes show at once
     planned_for = destination(mesh, cluster, options.devices)
-    from autoshard import api
     from autoshard.interop.targets import build, load_rules
     from autoshard.ir.offload import Offload
 
@@ -104,16 +133,71 @@ def make_plan(
     built = build(target, batch=inputs.get("batch"), seq=inputs.get("seq"))
     for note in built.notes:
         say.note(note)
-    return api.plan(
-        built.model,
-        planned_for,
-        example_inputs=built.inputs,
-        cluster=cluster if mesh else None,
-        options=options,
-        rules=custom_rules,
-        target=target,
-        progress=say,
-    )
+    more = {
+        "example_inputs": built.inputs,
+        "cluster": cluster if mesh else None,
+        "options": options,
+        "rules": custom_rules,
+        "progress": say,
+    }
+    return built.model, planned_for, more
+
+
+def make_length_plans(
+    target: str,
+    mesh: str | None,
+    cluster: str | None,
+    inputs: dict[str, int],
+    options: PlanOptions,
+    rules: Path | None,
+    lengths: str,
+    say: Progress,
+) -> LengthPlans:
+    """The same for a distribution of lengths."""
+    from autoshard import api
+    from autoshard.planner.length_plans import parse_lengths
+
+    parse_lengths(lengths)  # mistakes show before the model is built
+    model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, say)
+    return api.plan_lengths(model, where, lengths=lengths, **more)
+
+
+def print_lengths(found: LengthPlans, *, json: bool) -> None:
+    """The plans of a distribution of lengths."""
+    from autoshard.ir.units import bytes_text, seconds_text
+
+    rows = [(each, each.planned.solution.placements.bytes) for each in found.plans if each.planned.solution]
+    mesh = found.plans[0].planned.plan.mesh
+    if json:
+        plans = [
+            {
+                "length": each.length,
+                "share": each.share,
+                "step_seconds": each.seconds,
+                "alone_seconds": each.alone,
+                "rank_bytes": nbytes,
+                "microbatches": each.planned.plan.microbatches,
+            }
+            for each, nbytes in rows
+        ]
+        totals = {"step_seconds": found.seconds, "dual_bound": found.dual_bound, "gap": found.gap}
+        print_json({"command": "plan", "mesh": mesh, "lengths": plans, "expected": totals})
+        return
+    lines = table("length", "steps", "step", "alone", "memory", "microbatches", right=(0, 1, 2, 3, 4, 5))
+    for each, nbytes in rows:
+        lines.add_row(
+            f"{each.length}",
+            f"{each.share:.0%}",
+            seconds_text(each.seconds),
+            seconds_text(each.alone),
+            bytes_text(nbytes),
+            str(each.planned.plan.microbatches or 1),
+        )
+    console = stdout()
+    console.print(f"[bold]{mesh}[/]  one set of parameters, one program for each length\n")
+    print_table(lines)
+    gap = "optimal" if found.gap <= 1e-9 else f"gap at most {found.gap:.2%}"
+    console.print(f"\nexpected step {seconds_text(found.seconds)}, {gap}", markup=False)
 
 
 def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh | Cluster:

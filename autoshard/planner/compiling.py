@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.rules.registry import RULES
+from autoshard.search.plan.plan_json import plan_from_json
 
 
 def request_of(
@@ -112,3 +113,20 @@ def stored_parameters(programs: Iterable[Program]) -> tuple[tuple[str, str, tupl
                 layout = program.lowered.values[port.name].layout
                 found[port.target] = " ".join(map(str, layout)), stages.get(port.name, ())
     return tuple((name, *where) for name, where in found.items())
+
+
+def options_on(options: PlanOptions, programs: Sequence[Program]) -> PlanOptions:
+    """How another program of a model is planned, with every parameter where programs have it."""
+    plan = plan_from_json(programs[0].plan)
+    options = replace(
+        options,
+        stored=stored_parameters(programs),
+        tactics="",
+        global_batch=None,
+        microbatches=None,
+        replicate_small_batch=True,
+    )
+    if plan.pipeline is None:
+        return options
+    size, kind = plan.batch or None, plan.pipeline
+    return replace(options, schedule=kind.schedule, chunks=kind.chunks, microbatch_size=size)

@@ -14,7 +14,8 @@ from autoshard.capture.python_state.model_key import NoKeyError, model_key
 from autoshard.cluster import Cluster, Mesh
 from autoshard.errors import UsageError
 from autoshard.options import Differentiate, PassOptions, PlanOptions
-from autoshard.planner.compiling import cluster_of, compile_analysed, request_of, stored_parameters
+from autoshard.planner.compiling import cluster_of, compile_analysed, options_on, request_of
+from autoshard.planner.length_plans import LengthShare, most_frequent, plan_lengths, resized_inputs
 from autoshard.planner.lowering import schedule_of, whole_mesh
 from autoshard.planner.planning import Planned, Source
 from autoshard.planner.resized import NotResizableError, resized
@@ -41,10 +42,15 @@ class ModelCompiler:
     rules: Rules
     ranks: CompilingRanks
 
-    def first(self, model: nn.Module, inputs: Inputs) -> tuple[Program, Captured, Planned | None]:
-        """The first program of a model, what its capture left, and its plan, where it was planned here."""
-        found = self._compiled(model, inputs, self.options)
+    def first(
+        self, model: nn.Module, inputs: Inputs, shares: Sequence[LengthShare] = ()
+    ) -> tuple[Program, Captured, Planned | None]:
+        """The first program of a model, what its capture left, and its plan, where it was planned here.
+        shares: of lengths that are planned together; it is that of the most frequent one."""
+        found = self._compiled(model, inputs, self.options, shares)
         program = _program_of(found)
+        if shares:
+            inputs = resized_inputs(inputs, program.signature.batched, most_frequent(shares).length)
         prices = self.mesh if isinstance(self.mesh, Cluster) else self.cluster
         plan = plan_from_json(program.plan)
         further = replace(self, mesh=whole_mesh(Mesh.parse(plan.mesh), plan), cluster=prices)
@@ -60,19 +66,10 @@ class ModelCompiler:
     ) -> tuple[Program, Captured]:
         """A program for other inputs: see `runtime.checks.call_guard.Compiling`."""
         options = replace(
-            self.options,
+            options_on(self.options, stored),
             differentiate="all" if self.options.differentiate == "all" else differentiate,
             pins=tuple(pins),
-            stored=stored_parameters(stored),
-            tactics="",
-            global_batch=None,
-            microbatches=None,
-            replicate_small_batch=True,
         )
-        plan = plan_from_json(stored[0].plan)
-        if plan.pipeline is not None:
-            size, kind = plan.batch or None, plan.pipeline
-            options = replace(options, schedule=kind.schedule, chunks=kind.chunks, microbatch_size=size)
         found = self._compiled(module, inputs, options)
         return _program_of(found), self._captured(module, inputs, found, options.differentiate)
 
@@ -84,14 +81,23 @@ class ModelCompiler:
         captured = self._captured(model, inputs, CompiledOnce(program), self.options.differentiate)
         return replace(captured, stored={**program.state.variables, **program.state.attributes})
 
-    def _compiled(self, model: nn.Module, inputs: Inputs, options: PlanOptions) -> CompiledOnce[Planned]:
+    def _compiled(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        options: PlanOptions,
+        shares: Sequence[LengthShare] = (),
+    ) -> CompiledOnce[Planned]:
         def compile_here() -> tuple[Program, Planned]:
             request = request_of(model, self.mesh, self.cluster, options)
             source = Source(model, *inputs, options.replicate_unknown, self.rules, options.differentiate)
-            planned = request.planned(source)
+            if shares:
+                planned = plan_lengths(request, source, shares).most_frequent.planned
+            else:
+                planned = request.planned(source)
             return compile_analysed(planned, passes=self.passes), planned
 
-        return compile_once(compile_here, self._key(model, inputs, options), self.ranks, self.rules)
+        return compile_once(compile_here, self._key(model, inputs, options, shares), self.ranks, self.rules)
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
         if self.options.replicate_unknown:
@@ -132,7 +138,7 @@ class ModelCompiler:
             self.compiled,
             partial(self._resized, program, micro_of),
             self.ranks if found.shared else CompilingRanks.alone(),
-            tuple(map(int, program.signature.batch_inputs)),
+            program.signature.batched,
         )
 
     def _resized(

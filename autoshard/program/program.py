@@ -31,6 +31,11 @@ class Signature:
     training: bool
     batch_inputs: tuple[str, ...] = ()
 
+    @property
+    def batched(self) -> tuple[int, ...]:
+        """Positions of arguments with a batch."""
+        return tuple(map(int, self.batch_inputs))
+
     @cached_property
     def gradients(self) -> frozenset[str]:
         """Values that are gradients of parameters."""

@@ -213,6 +213,13 @@ class ProgramFamily:
             bound = self._bound(module, pytree.tree_unflatten(leaves, spec))
         return self._with(bound, args, kwargs, step)
 
+    def compile_ahead(self, module: nn.Module, inputs: Inputs) -> None:
+        """Compile the program of a kind of call that there will be; collective. The current one stays."""
+        leaves, spec = pytree.tree_flatten(inputs)
+        leaves = [torch.zeros_like(x, device="cpu") if _is_meta(x) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        self._with(self._bound(module, (args, kwargs)), args, kwargs, self._has_steps)
+
     def _is_small(self, leaves: Sequence[Any]) -> bool:
         """Whether a step that no number of microbatches suits is small enough for a single one."""
         runner = self.programs[0].runner
@@ -240,8 +247,15 @@ class ProgramFamily:
     ) -> BoundProgram | None:
         """A program for other sizes of the arguments alone, with the plan that there is."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        # those that are for the model as it is now come first: for others it is captured to know
-        for bound in sorted(self.programs, key=lambda b: not b.guard.unchanged()):
+        given = sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
+
+        def rank(bound: BoundProgram) -> tuple[bool, bool, int]:
+            """Those for the model as it is now come first: for others it is captured to know. Of them, the
+            smallest that were planned for no less."""
+            planned = bound.runner.program.microbatches * sum(p.type.numel for p in bound.runner.inputs)
+            return not bound.guard.unchanged(), planned < given, abs(planned - given)
+
+        for bound in sorted(self.programs, key=rank):
             taken = bound.runner.arguments.matched(args, kwargs)
             alike = taken is not None and bound.runner.takes_sizes_like(taken) and bound.suits(module)
             if taken is None or not alike or bound.captured is None or bound.sized is None:
@@ -351,6 +365,10 @@ class ProgramFamily:
         if self.current is old:
             self.current = bound
         return bound
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_meta
 
 
 def _numbers(arguments: Arguments, leaves: Sequence[Any]) -> dict[int, int | float]:

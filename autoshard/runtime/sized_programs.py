@@ -96,7 +96,7 @@ class SizedPrograms:
         inputs: of all microbatches together, global.
         """
         leaves, spec = pytree.tree_flatten(inputs)
-        batched = [int(t) for t in self.program.signature.batch_inputs]
+        batched = self.program.signature.batched
         rows = {leaves[k].shape[0] for k in batched}
         conditions = self._conditions_of(module)
         if len(rows) != 1 or conditions is None:
