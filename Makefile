@@ -8,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint style docs bench bench-gpu fuzz sweep clean
+.PHONY: help demo test test-all quick lint style docs bench bench-gpu fuzz sweep clean
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
@@ -36,6 +36,9 @@ test: style ## lint and the tests, types beside the first of them
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS) || code=$$?; \
 	wait $$types || { echo "test: mypy failed, see above" >&2; code=1; }; \
 	exit $$code
+
+test-all: export AUTOSHARD_ALL_CASES := 1
+test-all: test ## all cases of the long tests, half an hour
 
 quick: $(STAMP) ## the fast tests, about a minute
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests $(PYTEST_ARGS)

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from sampling import sampled
 
 settings.register_profile("autoshard", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("autoshard")
@@ -109,7 +110,30 @@ def _slow() -> set[tuple[str, str]]:
     return {(file, name) for file, _, names in rows for name in names.split()}
 
 
+def _shares() -> dict[tuple[str, str], int]:
+    """(file, function) of long tests -> one in how many of their cases runs at every commit."""
+    lines = (Path(__file__).parent / "sampled.txt").read_text().splitlines()
+    rows = (line.partition(": ") for line in lines if not line.startswith("#"))
+    pairs = ((file, *word.split("/")) for file, _, words in rows for word in words.split())
+    return {(file, name): int(share) for file, name, share in pairs}
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases of long tests: see `sampling`."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        file, _, test = item.nodeid.partition("::")
+        cases.setdefault((file, test.partition("[")[0]), []).append(item)
+    shares = _shares()
+    unknown = [row for row in shares if row not in cases and len(cases) > len(shares)]
+    assert not unknown, f"tests/sampled.txt has {unknown}"
+    kept = {i for key, own in cases.items() for i in sampled(own, shares.get(key, 1), lambda i: i.nodeid)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out(config, items)
     slow = _slow()
     for item in items:
         file, _, test = item.nodeid.partition("::")

@@ -254,8 +254,15 @@ def other_batches() -> None:
                 each.zero_grad()
     alone = autoshard.parallelize(Small(norms=False), "pp=2,dp=2", example_inputs=some(16), microbatches=4)
     alone.train_step(some(16))
-    # a batch of the size of one rank's rows that all ranks give alike
-    raises(autoshard.UsageError, lambda: alone.train_step(some(1)), "input")
+    for rows in (1, 7):
+        found, wanted = float(alone.train_step(some(rows))), float(Small(norms=False)(**some(rows))["loss"])
+        check(abs(wanted - found) < 1e-5 * abs(wanted), f"{rows} rows: {found}, not {wanted}")
+    own = autoshard.parallelize(Small(norms=False), "pp=2,dp=2", example_inputs=some(16), microbatches=2)
+    number = own._autoshard.place_mesh.get_local_rank("dp")
+    for rows in (16, 12, 4, 2):
+        part = {k: x.chunk(2)[number] for k, x in some(rows).items()}
+        found, wanted = float(own.train_step(part)), float(Small(norms=False)(**some(rows))["loss"])
+        check(abs(wanted - found) < 1e-5 * abs(wanted), f"ranks' rows of {rows}: {found}, not {wanted}")
 
 
 class Asked(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sampling import all_cases
 
 import autoshard.ops  # noqa: F401 (defines the ops)
 from autoshard.kernels.registry import specs
@@ -22,7 +23,7 @@ def codes(worker: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_machine_code(codes: list[dict[str, Any]], name: str) -> None:
     own = [c for c in codes if c["kernel"] == name]
-    assert {c["arch"] for c in own} == {80, 90}
+    assert {c["arch"] for c in own} == {80, 90} or (own and not all_cases())
     for code in own:
         assert code["spills"] == 0, code
         assert code["registers"] <= 65536 // (32 * code["warps"]), code

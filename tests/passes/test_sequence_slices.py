@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipelines import PIECE, cuts_of
 from ranks import HERE, run_ranks
+from sampling import examples
 from sliced import SEQ, model_and_batch, planned, program_of
 from stage_run import StageRun
 from typer.testing import CliRunner
@@ -210,7 +211,7 @@ def test_beside_recomputation(name: str, mesh: str, policy: str) -> None:
     _check(program_of(name, 2, mesh, 2, 2, recompute=again), name, 2)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(8, 3), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_cut_of_any_plan(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["gpt2-deep", "llama-deep", "gpt2-odd", "llama-odd", "mixtral"]))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_samples import all_samples
+from sampling import all_cases
 
 from autoshard.ir import Node, TensorType
 from autoshard.ir.placement import R, Shard
@@ -25,6 +26,8 @@ SAMPLES: dict[str, list[OpSample]] = {}
 for _sample in all_samples():
     SAMPLES.setdefault(_sample.op, []).append(_sample)
 
+#: states of a sample on a mesh
+MOST = 40
 #: ops that only run on whole tensors; everything else must be shardable in one of its samples
 WHOLE = {
     "aten.all.default",
@@ -56,11 +59,11 @@ def test_every_rule_has_a_sample() -> None:
 
 @pytest.mark.parametrize("op", sorted(RULES))
 def test_rule(op: str) -> None:
-    """Every state of every sample on every mesh gives what the op gives on whole tensors."""
+    """Every state of every sample on every mesh (of many, some) gives what the op gives on whole tensors."""
     if op.startswith("transformers."):
         pytest.importorskip("transformers.integrations.moe", reason="the op is defined by transformers")
     for sample in SAMPLES.get(op, []):
-        check(sample, RULES[op])
+        check(sample, RULES[op], most=None if all_cases() else MOST)
 
 
 @pytest.mark.parametrize("op", sorted(RULES))

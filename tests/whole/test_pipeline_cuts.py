@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pipelines import cuts_of, model_and_batch, planned
 from plain_nets import resnet
+from sampling import examples
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,7 +75,7 @@ def _check(
     assert found.ok, found.worst()
 
 
-@settings(max_examples=14, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(14, 3), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_cut_of_any_plan(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([f.name for f in (*DEEP, *FAMILIES)]), "family")
