@@ -19,12 +19,15 @@ def all_cases() -> bool:
 
 
 def sampled(cases: Sequence[T], share: int, name: Callable[[T], str] = repr) -> list[T]:
-    """One in ``share`` of the cases, and more until every word that several names have is among them.
+    """One in ``share`` of the cases, and more until every word that several names have is among them; none if
+    that is 0.
 
     Which ones does not depend on the run.
     """
     if all_cases():
         return list(cases)
+    if share == 0:
+        return []
     names = [name(case) for case in cases]
     order = sorted(range(len(cases)), key=lambda k: (zlib.crc32(names[k].encode()), k))
     words = [set(re.findall(r"[^-'\", ()\[\]]+", text)) for text in names]
