@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -147,6 +149,37 @@ def errors_reach_all_ranks() -> None:
             raise AssertionError(f"no {kind.__name__}")
 
 
+@dataclass
+class Rows:
+    x: torch.Tensor
+    weight: float
+
+
+class Found(NamedTuple):
+    loss: torch.Tensor
+    rows: Rows
+
+
+class OfTypes(Net):
+    """Takes a dataclass, and returns one inside a named tuple."""
+
+    def forward(self, rows: Rows) -> Found:  # type: ignore[override]
+        out = super().forward(rows.x)
+        return Found(out["loss"] * rows.weight, Rows(out["logits"], rows.weight))
+
+
+def types_of_the_user() -> None:
+    model, eager = autoshard.parallelize(OfTypes(), MESH, example_inputs=(Rows(batch(), 1.0),)), OfTypes()
+    for rows, weight in ((8, 1.0), (3, 1.0), (8, 0.5), (8, 0.25)):
+        found, wanted = (each(Rows(batch(1, rows), weight)) for each in (model, eager))
+        assert type(found) is Found and type(found.rows) is Rows and found.rows.weight == weight
+        close(found.rows.x, wanted.rows.x, "a field")
+        for each, out in ((model, found), (eager, wanted)):
+            each.zero_grad()
+            out.loss.backward()
+        same_gradients(model, eager, f"types of the user, {rows} rows, {weight}")
+
+
 class Longer(Net):
     """Of sequences."""
 
@@ -177,6 +210,7 @@ def main() -> None:
     stored_programs_answer_other_calls(folder / "program", first)
     numbers_are_arguments()
     lengths_are_planned_together()
+    types_of_the_user()
     errors_reach_all_ranks()
     if first:
         print("one compiles, all run")

@@ -23,6 +23,7 @@ from autoshard.capture.python_state.captured_state import StateWatch
 from autoshard.capture.repeats import Repeats
 from autoshard.errors import CaptureError
 from autoshard.ops.lift import Lifter, lifting
+from autoshard.torch_adapters.records import from_records, to_records
 
 Differentiate = Literal["auto", "all", "none"]
 #: marks outputs that have a gradient in the model's own run
@@ -105,7 +106,7 @@ class Function:
             else value
             for leaf, value in zip(self.inputs.leaves, self.inputs.values, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.inputs.spec)
+        args, kwargs = from_records(pytree.tree_unflatten(leaves, self.inputs.spec))
         return args, kwargs
 
     def _state(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,7 +141,7 @@ class Function:
 
     def _outputs(self, output: Any) -> tuple[torch.Tensor, ...]:
         """The tensors in the output, copied so that none is another one or an input."""
-        values, self.out_spec = pytree.tree_flatten(output)
+        values, self.out_spec = pytree.tree_flatten(to_records(output))
         self.out_leaves = []
         found: list[torch.Tensor] = []
         for value in values:

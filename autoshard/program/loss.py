@@ -12,6 +12,7 @@ from autoshard.errors import UsageError
 from autoshard.ir.lowered import PlacedValue
 from autoshard.program.program import Signature
 from autoshard.torch_adapters.dtypes import torch_dtype
+from autoshard.torch_adapters.records import to_records
 
 
 def loss_position(signature: Signature, values: Mapping[str, PlacedValue]) -> int:
@@ -39,7 +40,7 @@ def loss_of(output: Any) -> torch.Tensor:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named
-    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+    leaves = [x for x in pytree.tree_leaves(to_records(output)) if isinstance(x, torch.Tensor)]
     scalars = [x for x in leaves if x.dim() == 0 and x.is_floating_point()]
     if len(scalars) != 1:
         raise UsageError(

@@ -19,6 +19,7 @@ import torch
 
 from autoshard.errors import VerificationError
 from autoshard.program.program import Signature
+from autoshard.torch_adapters import records
 from autoshard.torch_adapters.dtypes import torch_dtype
 
 #: what a defaultdict may make of a missing key
@@ -77,6 +78,8 @@ def _nodes(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _check_node(node: Mapping[str, Any]) -> None:
     kind, context = node["type"], node["context"]
+    if kind == records.NAME:
+        records.check_record(context, node["children_spec"])
     if kind == "collections.defaultdict":
         made = (context["default_factory_module"], context["default_factory_name"])
         if made[0] != "builtins" or made[1] not in _DEFAULTS:

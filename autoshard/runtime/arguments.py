@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import UsageError
 from autoshard.program.program import Signature
 from autoshard.torch_adapters.dtypes import torch_dtype
+from autoshard.torch_adapters.records import to_records
 
 Kwargs = dict[str, Any]
 
@@ -143,16 +144,17 @@ def _in_order_of(like: Any, value: Any) -> Any:
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(positional, keyword) arguments of example inputs in any accepted form."""
+    """(positional, keyword) arguments of example inputs in any accepted form, with records for the user's
+    dataclasses and named tuples."""
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
+        return (), to_records(dict(example_inputs))
     if isinstance(example_inputs, tuple | list):
         items = tuple(example_inputs)
         if len(items) == 2 and isinstance(items[0], tuple) and isinstance(items[1], Mapping):
-            return items[0], dict(items[1])
-        return items, {}
+            return to_records(items[0]), to_records(dict(items[1]))
+        return to_records(items), {}
     raise UsageError(
         f"example_inputs is {type(example_inputs).__name__}",
         hint="give a dict of keyword arguments, a tuple of positional ones, or a single tensor",

@@ -46,6 +46,7 @@ from autoshard.torch_adapters.hooks import (
     carry_tensor_hooks,
     module_hooks,
 )
+from autoshard.torch_adapters.records import has_records, to_records
 
 
 class _Run(torch.autograd.Function):
@@ -196,6 +197,9 @@ class ParallelModule(nn.Module):
                 why="each rank has some of its stages, and a step is many microbatches through all of them",
                 hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step()",
             )
+        given = args, kwargs
+        if has_records(given):
+            args, kwargs = to_records(given)
         # captures record gradients: code that asks for that, called without them, has no program
         asks = not torch.is_grad_enabled() and self._autoshard_family.current.guard.grad_mode
         if self._autoshard_eager.running or asks or is_opaque(args, kwargs):
@@ -203,7 +207,7 @@ class ParallelModule(nn.Module):
                 self._autoshard_eager.say_of(args, kwargs)
             with self._autoshard_eager.gathered(self):
                 users = self.__dict__.get(FORWARD, super().forward)
-                return users(*args, **kwargs)
+                return users(*given[0], **given[1])
         with self._autoshard.waiting():
             leaves, rows = self._autoshard_family.of_call(self, args, kwargs)
             self._autoshard_eager.enters_program(rows)

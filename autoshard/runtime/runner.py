@@ -50,6 +50,7 @@ from autoshard.torch_adapters.dtensor import (
 )
 from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.groups import default_store
+from autoshard.torch_adapters.records import from_records
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -373,7 +374,7 @@ class Runner:
         feed = iter(outs)
         for kind, text in self.program.signature.out_leaves:
             flat.append(next(feed) if kind == "tensor" else literal(text))
-        return pytree.tree_unflatten(flat, self.out_spec)
+        return from_records(pytree.tree_unflatten(flat, self.out_spec))
 
     def forward(
         self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]

@@ -36,6 +36,7 @@ from autoshard.runtime.lockstep.step_lockstep import Held, StepLockstep
 from autoshard.runtime.microbatch import Batch as Arguments
 from autoshard.runtime.microbatch import calls_of, whole_batch
 from autoshard.torch_adapters.dtypes import torch_dtype
+from autoshard.torch_adapters.records import from_records, to_records
 
 LR = 1e-3
 
@@ -285,6 +286,7 @@ class Batch:
 
     def __init__(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.aliases = frozenset(alias for alias, _ in program.signature.tied)
+        args, kwargs = to_records((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if pytree.treespec_dumps(spec) != program.signature.in_tree:
             raise UsageError(
@@ -347,7 +349,7 @@ class Eager:
     def step(self) -> StepResult:
         self.model.zero_grad()
         args, kwargs = self.batch.whole
-        output = self.model(*args, **kwargs)
+        output = to_records(self.model(*from_records(args), **from_records(kwargs)))
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         outputs = dict(zip(self.batch.positions, leaves, strict=True))
         count = len(self.batch.calls)
