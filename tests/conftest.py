@@ -110,6 +110,10 @@ def _slow() -> set[tuple[str, str]]:
     return {(file, name) for file, _, names in rows for name in names.split()}
 
 
+#: of tests in slow.txt, one in so many cases; sampled.txt has others
+_SLOW_SHARE = 4
+
+
 def _shares() -> dict[tuple[str, str], int]:
     """(file, function) of long tests -> one in how many of their cases runs at every commit."""
     lines = (Path(__file__).parent / "sampled.txt").read_text().splitlines()
@@ -127,7 +131,12 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     shares = _shares()
     unknown = [row for row in shares if row not in cases and len(cases) > len(shares)]
     assert not unknown, f"tests/sampled.txt has {unknown}"
-    kept = {i for key, own in cases.items() for i in sampled(own, shares.get(key, 1), lambda i: i.nodeid)}
+    slow = _slow()
+
+    def share(key: tuple[str, str]) -> int:
+        return shares.get(key, _SLOW_SHARE if key in slow else 1)
+
+    kept = {i for key, own in cases.items() for i in sampled(own, share(key), lambda i: i.nodeid)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -27,7 +27,7 @@ for _sample in all_samples():
     SAMPLES.setdefault(_sample.op, []).append(_sample)
 
 #: states of a sample on a mesh
-MOST = 40
+MOST = 10
 #: ops that only run on whole tensors; everything else must be shardable in one of its samples
 WHOLE = {
     "aten.all.default",
