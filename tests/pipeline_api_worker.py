@@ -156,6 +156,7 @@ def clipping() -> None:
             plain, model = Small(), Small()
             parallel = bound(made(ranks, mesh, "1f1b"), model)
             twin = copy.deepcopy(parallel)
+            parallel.layers.to("cpu")  # puts other tensors in the place of parameters
             eager_step(plain, batch)
             wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm))
             for subject in (parallel, twin):

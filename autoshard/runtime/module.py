@@ -31,7 +31,7 @@ from autoshard.runtime.family import BoundProgram, ProgramFamily
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.follow_parameters import follow_parameters
-from autoshard.runtime.optim.optimizer_hooks import keep_blocks
+from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.parallel_class import FORWARD, as_built, parallel_class
 from autoshard.runtime.runner import Given, Runner
@@ -154,8 +154,24 @@ class Retry:
         return runner, env
 
 
+class _NotForAccelerate:
+    """What Accelerate asks of a model before it wraps it in DistributedDataParallel."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> bool:
+        if module is None:
+            return False
+        raise UsageError(
+            "Accelerate would wrap the model in DistributedDataParallel",
+            why="its parameters are sharded, and the model exchanges what ranks have to by itself",
+            hint="use Trainer or ReplicatedAccelerator of autoshard.interop.trainer, or prepare only the "
+            "optimizer and the data",
+        )
+
+
 class ParallelModule(nn.Module):
     """Mixed into the user's class: forward runs the program, which torch.compile leaves alone."""
+
+    _is_accelerate_prepared = _NotForAccelerate()
 
     _autoshard_family: ProgramFamily
     _autoshard_eager: EagerCalls
@@ -236,6 +252,24 @@ class ParallelModule(nn.Module):
             leaves = _leaves_of_step(self, batch, kwargs)
             return self._autoshard_family.current.stepper.evaluate(self, leaves)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Of ``to``, ``float`` and their like. Parameters that it does not change stay as they are: torch
+        would put others in their place, without their hooks."""
+        kept = [
+            (table, name, p)
+            for module in (self.modules() if recurse else (self,))
+            for table in (module._parameters,)
+            for name, p in table.items()
+            if p is not None and _is_unchanged(fn, p)
+        ]
+        for table, name, _ in kept:
+            table[name] = None
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            for table, name, p in kept:
+                table[name] = p
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A second model with the same programs: an average of the weights, for instance."""
         made = type(self).__new__(type(self))
@@ -257,6 +291,13 @@ class ParallelModule(nn.Module):
             why="it is bound to the processes that run it",
             hint="save its state_dict(), with torch.distributed.checkpoint or full tensors",
         )
+
+
+@torch.no_grad()
+def _is_unchanged(fn: Callable[[torch.Tensor], torch.Tensor], parameter: nn.Parameter) -> bool:
+    made = fn(parameter)
+    same = made.dtype == parameter.dtype and made.device == parameter.device
+    return same and local(made).data_ptr() == local(parameter).data_ptr()
 
 
 def _leaves_of_step(module: ParallelModule, batch: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -341,7 +382,7 @@ def _bind(
     family = ProgramFamily(first, built.cut(module), local_batch, partial(_bound, module))
     module._autoshard_family, module._autoshard_eager = family, eager  # type: ignore[assignment]
     follow_parameters(module, {p: made.get(n) for n, p in given.items()})
-    mark_shared(module, runner, first.stepper.scales)
+    first.stepper.members = mark_shared(module, runner, first.stepper.scales)
     keep_blocks(module)
     runner.clock.follow(module.parameters())
     module.register_load_state_dict_pre_hook(_shard_loaded)

@@ -49,7 +49,7 @@ def parallel_class(users: type, mixin: type) -> type:
     """The class of parallel models of a class. mixin: what comes before it."""
     meta = type(users)
     kind = _SetsOnUsers if meta is type else type(meta.__name__, (_SetsOnUsers, meta), {})
-    names: dict[str, Any] = {"__module__": users.__module__}
+    names: dict[str, Any] = {"__module__": users.__module__, "forward": _signed(mixin, users)}
     if not hasattr(users, "plan"):
         names["plan"] = _PlanOfModel()
     if hasattr(users, "generate"):
@@ -57,6 +57,17 @@ def parallel_class(users: type, mixin: type) -> type:
     made: type = kind(users.__name__, (mixin, users), names)
     type.__setattr__(made, _USERS, users)  # not before: the user's code may set something while it is made
     return made
+
+
+def _signed(mixin: Any, users: Any) -> Callable[..., Any]:
+    """The mixin's forward with the signature and the docstring of the user's, by which trainers choose what
+    they pass."""
+
+    @functools.wraps(users.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    return forward
 
 
 class _PlanOfModel:

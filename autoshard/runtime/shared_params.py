@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -12,20 +13,32 @@ from autoshard.runtime.membership import Membership, join, membership_of
 from autoshard.runtime.optim.pipeline_scales import Scales
 from autoshard.runtime.runner import Runner
 
+Members: TypeAlias = list[tuple[nn.Parameter, Membership]]
 
-def mark_shared(module: nn.Module, runner: Runner, scales: Scales) -> None:
-    """Tell every parameter of a pipeline's rank which ranks have the rest of the model.
+
+def mark_shared(module: nn.Module, runner: Runner, scales: Scales) -> Members:
+    """Tell every parameter of a pipeline's rank which ranks have the rest of the model; what each was told.
 
     scales: who looks how gradients are scaled.
     """
     if runner.program.stages is None:
-        return
+        return []
+    members: Members = []
     group = pipe_group(runner)
     names = {p.target: p for p in runner.params}
     for name, parameter in module.named_parameters():
         if name in names:
             first = rank_holders(runner, names[name].name)[0]
-            join(parameter, Membership(group, first == runner.place.pipe_rank, scales))
+            members.append((parameter, Membership(group, first == runner.place.pipe_rank, scales)))
+    remember(members)
+    return members
+
+
+def remember(members: Members) -> None:
+    """Tell parameters once more that have forgotten it: a module's ``to`` puts others in their place."""
+    for parameter, membership in members:
+        if membership_of(parameter) is None:
+            join(parameter, membership)
 
 
 def carry_marks(source: nn.Module, target: nn.Module) -> None:

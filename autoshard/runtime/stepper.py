@@ -25,7 +25,7 @@ from autoshard.runtime.executor import Values
 from autoshard.runtime.microbatch import cut
 from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.optim.pipeline_scales import Scales
-from autoshard.runtime.shared_params import pipe_group, rank_holders, shared_groups
+from autoshard.runtime.shared_params import Members, pipe_group, rank_holders, remember, shared_groups
 from autoshard.runtime.transport.p2p import Channels
 from autoshard.runtime.transport.shared_memory.p2p import MemoryChannels
 from autoshard.runtime.transport.shared_memory.peers import Neighbours
@@ -58,6 +58,7 @@ class Stepper:
         self.up: dist.ProcessGroup | None = None
         self.near: Neighbours | None = None
         self.scales = Scales()
+        self.members: Members = [] if like is None else like.members
         if self.program.stages is not None:
             self._meet(like)
         self.slices = self.program.stages.schedule.slices if self.program.stages is not None else 1
@@ -92,6 +93,7 @@ class Stepper:
 
     def step(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
+        remember(self.members)
         run = _StepRun(self, module, leaves, self._loss, self.moves)
         if self.runner.guard is not None:
             self.runner.guard.step(module)

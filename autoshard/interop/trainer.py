@@ -1,0 +1,203 @@
+"""transformers' Trainer for models that `autoshard.parallelize` gave.
+
+All ranks are one program: each reads the same batches, and the model computes its part of them. To Trainer
+and Accelerate that is what tensor-parallel ranks do, so batches are not divided, losses not scaled by the
+number of processes, and the model is wrapped in nothing. Tried with transformers 5.24 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.data import DataLoader
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from autoshard.errors import UsageError
+from autoshard.runtime.module import ParallelModule
+from autoshard.runtime.optim.clip import clip_grad_norm_
+
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class ReplicatedAccelerator(Accelerator):
+    """An Accelerator whose processes all have the same batches."""
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model as it is, if it is parallel."""
+        if not isinstance(model, ParallelModule):
+            prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+            return prepared
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> DataLoader[Any]:
+        """A loader of all rows on every rank, in one order."""
+        place = self.device_placement if device_placement is None else device_placement
+        prepared: DataLoader[Any] = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=place,
+            rng_types=self.rng_types.copy(),
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """What this rank has, which all have."""
+        return tensor
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """What this rank has, which all have."""
+        return tensor
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Gradients are added up as they come."""
+        return nullcontext()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> torch.Tensor:
+        """The norm of all gradients, before they are clipped."""
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` for a parallel model, under torchrun.
+
+    Args are those of `transformers.Trainer`. ``per_device_train_batch_size`` is the sequences of a step over
+    all ranks. With a ``pp`` axis, a batch is a step of the pipeline. Checkpoints are those of one process:
+    any number of ranks, or plain transformers, reads them.
+
+    Raises UsageError for a model that is not parallel.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
+        if not isinstance(model, ParallelModule):
+            raise UsageError(
+                f"the model is a {type(model).__name__}, which is not parallel",
+                hint="model = autoshard.parallelize(model, mesh, example_inputs=batch) before the Trainer",
+            )
+        super().__init__(model=model, args=args, **kwargs)
+        if model.is_pipeline and self.args.save_strategy != "no" and not self.args.save_only_model:
+            raise UsageError(
+                "Trainer saves no optimizer states of a pipeline",
+                why="they lie on the ranks of their stages, and Trainer has one file for them",
+                hint="save_only_model=True, or torch.distributed.checkpoint in a callback",
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = ReplicatedAccelerator
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def get_tp_size(self) -> int:
+        """Ranks that have the same batch: all."""
+        return int(self.args.world_size)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # our norm takes gradients on any meshes, and those of all stages
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        counted = super()._get_num_items_in_batch(batch_samples, device)
+        # it divides what it takes for a sum over the ranks that have the same batch
+        return None if counted is None else counted * self.get_tp_size()
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        if not getattr(model, "is_pipeline", False):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            return loss + torch.zeros((), device=loss.device)  # of a plain tensor
+        if num_items_in_batch is None and self.args.gradient_accumulation_steps > 1:
+            raise UsageError(
+                "gradients of several steps of a pipeline cannot be averaged",
+                why="the model does not take num_items_in_batch, by which its loss would be divided",
+                hint="gradient_accumulation_steps=1 and a larger batch: a step has microbatches of its own",
+            )
+        model.train()
+        taken = dict(self._prepare_inputs(inputs))
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            taken["num_items_in_batch"] = num_items_in_batch
+        step: torch.Tensor = model.train_step(taken)  # type: ignore[operator]
+        return step.detach()
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        if not getattr(model, "is_pipeline", False):
+            found: tuple[Any, Any, Any] = super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+            return found
+        if not prediction_loss_only:
+            raise UsageError(
+                "a pipeline gives no predictions",
+                why="its last stage alone has the outputs",
+                hint="prediction_loss_only=True",
+            )
+        return model.eval_step(dict(self._prepare_inputs(inputs))).detach(), None, None  # type: ignore[operator]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the full weights, by the first rank. Collective."""
+        if self.model.is_pipeline:
+            # one rank of every stage gives its parameters
+            options = StateDictOptions(full_state_dict=True)
+            own: dict[str, Any] = get_model_state_dict(self.model, options=options)
+            parts: list[Any] = [None] * dist.get_world_size()
+            first = not any(self.model._autoshard.coords)
+            dist.all_gather_object(parts, {n: x.cpu() for n, x in own.items()} if first else {})
+            state = {name: x for part in parts for name, x in part.items()}
+        else:
+            state = get_model_state_dict(self.model, options=_FULL)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        dist.barrier()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = get_optimizer_state_dict(self.model, self._plain_optimizer, options=_FULL)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        dist.barrier()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        path = None if checkpoint is None else os.path.join(checkpoint, OPTIMIZER_NAME)
+        if checkpoint is None or path is None or not os.path.isfile(path):
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        set_optimizer_state_dict(self.model, self._plain_optimizer, state, options=_FULL)
+        scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, without what Accelerate wraps it in."""
+        found = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(found, torch.optim.Optimizer)
+        return found

@@ -1,0 +1,56 @@
+"""transformers' Trainer: the same logs, evaluations, checkpoints on four processes as on one."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from ranks import HERE, run_ranks
+from torch import nn
+
+import autoshard
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+
+
+@cache
+def found(mesh: str) -> dict[str, Any]:
+    folder = Path(mkdtemp())
+    run_ranks([str(HERE / "trainer_worker.py"), mesh, str(folder)], ranks=4 if mesh else 1)
+    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+
+
+def close(one: Any, other: Any, where: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, value in one.items():
+            close(value, other[key], f"{where} {key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            close(*pair, f"{where} {number}")
+    else:
+        assert one == pytest.approx(other, rel=2e-4, abs=1e-5), where
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2", "pp=2,dp=2"])
+def test_training_logs_evaluates_saves_and_resumes_as_on_one_process(mesh: str) -> None:
+    wanted, here = found(""), found(mesh)
+    if "pp" in mesh:
+        wanted = json.loads(json.dumps(wanted))
+        del wanted["resumed"]
+        for row in wanted["log"]:
+            row.pop("eval_accuracy", None)  # a pipeline has no outputs
+    assert len(wanted["log"]) == 6 and len(wanted.get("resumed", range(9))) == 9
+    close(here, wanted)
+
+
+def test_a_model_that_is_not_parallel_is_refused() -> None:
+    from autoshard.interop.trainer import Trainer
+
+    with pytest.raises(autoshard.UsageError, match="not parallel"):
+        Trainer(model=nn.Linear(2, 2), args=None)
