@@ -111,7 +111,7 @@ def _slow() -> set[tuple[str, str]]:
 
 
 #: of tests in slow.txt, one in so many cases; sampled.txt has others
-_SLOW_SHARE = 4
+_SLOW_SHARE = 6
 
 
 def _shares() -> dict[tuple[str, str], int]:
