@@ -26,7 +26,7 @@ from autoshard.verify.static import verify_static
 #: meshes on which a step is so many microbatches
 PIECES = (("fsdp=4", 2), ("dp=2,tp=2", 4))
 #: on processes as well, beside every family on every one of the others
-TRAINED = (*sampled([*product([f.name for f in FAMILIES], MESHES)], 3), ("mixtral", "fsdp=2,ep=2"))
+TRAINED = (*sampled([*product([f.name for f in FAMILIES], MESHES)], 6), ("mixtral", "fsdp=2,ep=2"))
 MORE = ("tp=2", "tp=3", "dp=2,fsdp=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "x=4", "dp=1")
 CASES = [
     (each.name, mesh, cluster)
