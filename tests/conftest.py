@@ -122,31 +122,35 @@ def _shares() -> dict[tuple[str, str], int]:
     return {(file, name): int(share) for file, name, share in pairs}
 
 
-def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _named(item: pytest.Item) -> tuple[str, str]:
+    """(file, function) of a test."""
+    file, _, test = item.nodeid.partition("::")
+    return file, test.partition("[")[0]
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], slow: set[tuple[str, str]]) -> None:
     """Cases of long tests: see `sampling`."""
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        file, _, test = item.nodeid.partition("::")
-        cases.setdefault((file, test.partition("[")[0]), []).append(item)
+        cases.setdefault(_named(item), []).append(item)
     shares = _shares()
-    unknown = [row for row in shares if row not in cases and len(cases) > len(shares)]
-    assert not unknown, f"tests/sampled.txt has {unknown}"
-    slow = _slow()
-
-    def share(key: tuple[str, str]) -> int:
-        return shares.get(key, _SLOW_SHARE if key in slow else 1)
-
-    kept = {i for key, own in cases.items() for i in sampled(own, share(key), lambda i: i.nodeid)}
+    if not any("::" in argument for argument in config.args):
+        files = {file for file, _ in cases}
+        unknown = [row for row in shares if row[0] in files and row not in cases]
+        assert not unknown, f"tests/sampled.txt has {unknown}"
+    kept: set[pytest.Item] = set()
+    for key, own in cases.items():
+        share = shares.get(key, _SLOW_SHARE if key in slow else 1)
+        kept.update(sampled(own, share, lambda item: item.nodeid))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _leave_out(config, items)
     slow = _slow()
+    _leave_out(config, items, slow)
     for item in items:
-        file, _, test = item.nodeid.partition("::")
-        if (file, test.partition("[")[0]) in slow:
+        if _named(item) in slow:
             item.add_marker(pytest.mark.slow)
     last = len(FIRST)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else last)
