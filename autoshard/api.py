@@ -88,9 +88,8 @@ def plan(
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
     chosen = options_from(PlanOptions, overrides, options)
-    args, kwargs = split_inputs(example_inputs)
     request = request_of(model, mesh, cluster, chosen, target, progress)
-    return request.planned(Source(model, args, kwargs, chosen.replicate_unknown, rules, chosen.differentiate))
+    return request.planned(_source(model, example_inputs, chosen, rules))
 
 
 def plan_lengths(
@@ -114,10 +113,13 @@ def plan_lengths(
     The others are those of `plan`. Raises what `plan` raises.
     """
     chosen = options_from(PlanOptions, overrides, options)
-    args, kwargs = split_inputs(example_inputs)
     request = request_of(model, mesh, cluster, chosen, "", progress)
-    source = Source(model, args, kwargs, chosen.replicate_unknown, rules, chosen.differentiate)
+    source = _source(model, example_inputs, chosen, rules)
     return planner_lengths.plan_lengths(request, source, planner_lengths.parse_lengths(lengths))
+
+
+def _source(model: nn.Module, inputs: Any, options: PlanOptions, rules: Rules) -> Source:
+    return Source(model, *split_inputs(inputs), options.replicate_unknown, rules, options.differentiate)
 
 
 def compile(
@@ -313,7 +315,7 @@ def _parallelize_now(
     say_once(_decided(program, planned))
     for share in shares:
         if share != most_frequent(shares):
-            sized = resized_inputs(inputs, program.signature.batched, share.length)
+            sized = resized_inputs(inputs, share.length)
             bound._autoshard_family.compile_ahead(bound, sized)  # type: ignore[operator, union-attr]
     return bound
 

@@ -155,7 +155,7 @@ class Rows:
     weight: float
 
 
-class Found(NamedTuple):
+class Output(NamedTuple):
     loss: torch.Tensor
     rows: Rows
 
@@ -163,16 +163,16 @@ class Found(NamedTuple):
 class OfTypes(Net):
     """Takes a dataclass, and returns one inside a named tuple."""
 
-    def forward(self, rows: Rows) -> Found:  # type: ignore[override]
+    def forward(self, rows: Rows) -> Output:  # type: ignore[override]
         out = super().forward(rows.x)
-        return Found(out["loss"] * rows.weight, Rows(out["logits"], rows.weight))
+        return Output(out["loss"] * rows.weight, Rows(out["logits"], rows.weight))
 
 
 def types_of_the_user() -> None:
     model, eager = autoshard.parallelize(OfTypes(), MESH, example_inputs=(Rows(batch(), 1.0),)), OfTypes()
     for rows, weight in ((8, 1.0), (3, 1.0), (8, 0.5), (8, 0.25)):
         found, wanted = (each(Rows(batch(1, rows), weight)) for each in (model, eager))
-        assert type(found) is Found and type(found.rows) is Rows and found.rows.weight == weight
+        assert type(found) is Output and type(found.rows) is Rows and found.rows.weight == weight
         close(found.rows.x, wanted.rows.x, "a field")
         for each, out in ((model, found), (eager, wanted)):
             each.zero_grad()

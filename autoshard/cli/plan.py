@@ -63,8 +63,12 @@ def plan_command(
                     why="a plan folder is one plan, and there is one for each length",
                     hint="parallelize(..., lengths=...) compiles them all",
                 )
-            found = make_length_plans(target, mesh, cluster, inputs, options, rules, lengths, Progress())
-            print_lengths(found, json=json)
+            from autoshard import api
+            from autoshard.planner.length_plans import parse_lengths
+
+            parse_lengths(lengths)  # mistakes show before the model is built
+            model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, Progress())
+            print_lengths(api.plan_lengths(model, where, lengths=lengths, **more), json=json)
             return
         priced = replace(options, baselines=True)
         planned = make_plan(target, mesh, cluster, inputs, priced, rules, Progress())
@@ -141,25 +145,6 @@ def planning_arguments(
         "progress": say,
     }
     return built.model, planned_for, more
-
-
-def make_length_plans(
-    target: str,
-    mesh: str | None,
-    cluster: str | None,
-    inputs: dict[str, int],
-    options: PlanOptions,
-    rules: Path | None,
-    lengths: str,
-    say: Progress,
-) -> LengthPlans:
-    """The same for a distribution of lengths."""
-    from autoshard import api
-    from autoshard.planner.length_plans import parse_lengths
-
-    parse_lengths(lengths)  # mistakes show before the model is built
-    model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, say)
-    return api.plan_lengths(model, where, lengths=lengths, **more)
 
 
 def print_lengths(found: LengthPlans, *, json: bool) -> None:

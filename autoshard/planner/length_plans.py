@@ -20,6 +20,7 @@ from autoshard.planner.analysis import Analysis
 from autoshard.planner.compiling import compile_analysed, options_on, stored_parameters
 from autoshard.planner.planning import Planned, PlanningRequest, Source
 from autoshard.program.program import Program
+from autoshard.runtime.local_batch import batch_leaves
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,11 @@ def most_frequent(shares: Sequence[LengthShare]) -> LengthShare:
     return max(shares, key=lambda each: each.share)
 
 
-def resized_inputs(inputs: Any, batched: Sequence[int], length: int) -> Any:
+def resized_inputs(inputs: Any, length: int) -> Any:
     """Arguments of another length, without their data: every dim of as many tokens as the first batched
-    argument has. batched: positions of arguments with a batch. Raises UsageError if there is no such dim."""
+    argument has. Raises UsageError if there is no such dim."""
     leaves, spec = pytree.tree_flatten(inputs)
+    batched = batch_leaves(leaves)
     example = next((leaves[k] for k in batched if leaves[k].dim() > 1), None)
     if example is None:
         raise UsageError("no example input has a sequence", hint="lengths are of dim 1 of a batched input")
@@ -109,26 +111,25 @@ def plan_lengths(request: PlanningRequest, source: Source, shares: Sequence[Leng
 
     Raises what planning raises, InfeasibleError if no placements of parameters serve all lengths.
     """
-    batched = [int(k) for k in source.analysed(request.progress).folded.joint.batch_inputs]
-    return _Choice(request, source, batched, shares).best()
+    return _Choice(request, source, shares).best()
 
 
 class _Choice:
-    def __init__(
-        self, request: PlanningRequest, source: Source, batched: Sequence[int], shares: Sequence[LengthShare]
-    ) -> None:
+    def __init__(self, request: PlanningRequest, source: Source, shares: Sequence[LengthShare]) -> None:
         self.request, self.shares, say = request, shares, request.progress
         self.sources: list[Source] = []
         self.analyses: list[Analysis] = []
         self.alone: list[Planned] = []
         for each in shares:
-            args, kwargs = resized_inputs((source.args, source.kwargs), batched, each.length)
+            args, kwargs = resized_inputs((source.args, source.kwargs), each.length)
             sized = replace(source, args=args, kwargs=kwargs)
             say(f"planning for {each.length} tokens")
             self.sources.append(sized)
             self.analyses.append(sized.analysed(say))
             self.alone.append(request.planned_from(sized, self.analyses[-1]))
         self.programs = [compile_analysed(planned) for planned in self.alone]
+        #: where the best plan of each length alone has its parameters
+        self.storages = [(p.whole_mesh, stored_parameters([p])) for p in self.programs]
 
     def _expected(self, value: Callable[[Planned], float], plans: Sequence[Planned]) -> float:
         return sum(each.share * value(planned) for each, planned in zip(self.shares, plans, strict=True))
@@ -137,7 +138,7 @@ class _Choice:
         """See `plan_lengths`."""
         bound = self._expected(lambda p: p.plan.optimality.dual_bound, self.alone)
         best: list[Planned] | None = None
-        for program in self._storages():
+        for program in self._distinct():
             plans = self._on(program, None if best is None else self._expected(_seconds, best))
             best = plans or best
         if best is None:
@@ -150,17 +151,12 @@ class _Choice:
         plans_ = tuple(LengthPlan(s.length, s.share, planned, _seconds(alone)) for s, planned, alone in rows)
         return LengthPlans(plans_, bound)
 
-    def _storages(self) -> list[Program]:
+    def _distinct(self) -> list[Program]:
         """Programs of the lengths whose parameters lie differently, of the most frequent length first."""
         found: dict[Any, Program] = {}
         for _, k in sorted((-each.share, k) for k, each in enumerate(self.shares)):
-            found.setdefault(self._storage(k), self.programs[k])
+            found.setdefault(self.storages[k], self.programs[k])
         return list(found.values())
-
-    def _storage(self, k: int) -> Any:
-        """Where the best plan of a length has its parameters."""
-        program = self.programs[k]
-        return program.whole_mesh, stored_parameters([program])
 
     def _on(self, program: Program, incumbent: float | None) -> list[Planned] | None:
         """The plans of all lengths with the parameters of one of them; None if they are no better than the
@@ -172,7 +168,7 @@ class _Choice:
             # the best plan of a length alone is the least that it can take
             if incumbent is not None and self._expected(_seconds, plans) >= incumbent:
                 return None
-            if self._storage(k) == (program.whole_mesh, options.stored):
+            if self.storages[k] == (program.whole_mesh, options.stored):
                 continue
             try:
                 plans[k] = request.planned_from(self.sources[k], self.analyses[k])

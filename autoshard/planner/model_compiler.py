@@ -50,7 +50,7 @@ class ModelCompiler:
         found = self._compiled(model, inputs, self.options, shares)
         program = _program_of(found)
         if shares:
-            inputs = resized_inputs(inputs, program.signature.batched, most_frequent(shares).length)
+            inputs = resized_inputs(inputs, most_frequent(shares).length)
         prices = self.mesh if isinstance(self.mesh, Cluster) else self.cluster
         plan = plan_from_json(program.plan)
         further = replace(self, mesh=whole_mesh(Mesh.parse(plan.mesh), plan), cluster=prices)

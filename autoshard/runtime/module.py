@@ -46,7 +46,7 @@ from autoshard.torch_adapters.hooks import (
     carry_tensor_hooks,
     module_hooks,
 )
-from autoshard.torch_adapters.records import has_records, to_records
+from autoshard.torch_adapters.records import to_records
 
 
 class _Run(torch.autograd.Function):
@@ -214,8 +214,7 @@ class ParallelModule(nn.Module):
                 hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step()",
             )
         given = args, kwargs
-        if has_records(given):
-            args, kwargs = to_records(given)
+        args, kwargs = to_records(given)
         # captures record gradients: code that asks for that, called without them, has no program
         asks = not torch.is_grad_enabled() and self._autoshard_family.current.guard.grad_mode
         if self._autoshard_eager.running or asks or is_opaque(args, kwargs):

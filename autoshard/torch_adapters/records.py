@@ -86,7 +86,7 @@ def _record(value: Any) -> Any:
     names = _fields(kind)
     more = sorted(vars(value).keys() - set(names)) if hasattr(value, "__dict__") else []
     missing = [n for n in names if not hasattr(value, n)]
-    if more or missing or _found(name) is not kind:
+    if more or missing or _class_named(name) is not kind:
         why = (
             f"it has attributes besides its fields: {', '.join(more)}"
             if more
@@ -110,7 +110,7 @@ def from_records(tree: Any) -> Any:
 def _restored(value: Any) -> Any:
     if not isinstance(value, Record):
         return value
-    kind = _found(value.kind)
+    kind = _class_named(value.kind)
     if kind is None or not _is_of_user(kind) or _fields(kind) != value.names:
         raise UsageError(
             f"{value.kind.replace(':', '.')} is no class with the fields {', '.join(value.names)}",
@@ -151,7 +151,7 @@ def _fields(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind))  # type: ignore[arg-type]
 
 
-def _found(name: str) -> type | None:
+def _class_named(name: str) -> type | None:
     """A class of a module that is imported already: nothing is imported for a program."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)

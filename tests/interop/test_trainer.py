@@ -18,7 +18,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 
 
 @cache
-def found(mesh: str) -> dict[str, Any]:
+def results_of(mesh: str) -> dict[str, Any]:
     folder = Path(mkdtemp())
     run_ranks([str(HERE / "trainer_worker.py"), mesh, str(folder)], ranks=4 if mesh else 1)
     return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
@@ -39,7 +39,7 @@ def close(one: Any, other: Any, where: str = "") -> None:
 
 @pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2", "pp=2,dp=2"])
 def test_training_logs_evaluates_saves_and_resumes_as_on_one_process(mesh: str) -> None:
-    wanted, here = found(""), found(mesh)
+    wanted, here = results_of(""), results_of(mesh)
     if "pp" in mesh:
         wanted = json.loads(json.dumps(wanted))
         del wanted["resumed"]
