@@ -205,7 +205,7 @@ class ProgramFamily:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [x.full_tensor() if isinstance(x, DTensor) else x for x in leaves]
         bound = self._resized(module, leaves, spec, step)
-        pipeline = self.programs[0].runner.program.stages is not None
+        pipeline = first.runner.program.stages is not None
         if bound is None and step and not pipeline and not self._is_small(leaves):
             return None
         bound = bound or self._of_numbers(module, leaves, spec, step)
@@ -223,9 +223,8 @@ class ProgramFamily:
     def _is_small(self, leaves: Sequence[Any]) -> bool:
         """Whether a step that no number of microbatches suits is small enough for a single one."""
         runner = self.programs[0].runner
-        given = sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
         planned = sum(p.type.numel for p in runner.inputs)
-        return given <= LARGER * planned
+        return _elements(leaves) <= LARGER * planned
 
     def _with(
         self, bound: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any], step: bool
@@ -247,7 +246,7 @@ class ProgramFamily:
     ) -> BoundProgram | None:
         """A program for other sizes of the arguments alone, with the plan that there is."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        given = sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
+        given = _elements(leaves)
 
         def rank(bound: BoundProgram) -> tuple[bool, bool, int]:
             """Those for the model as it is now come first: for others it is captured to know. Of them, the
@@ -367,6 +366,10 @@ class ProgramFamily:
         return bound
 
 
+def _elements(leaves: Sequence[Any]) -> int:
+    return sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
+
+
 def _is_meta(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_meta
 
@@ -397,12 +400,7 @@ def _give_alike(
 ) -> bool:
     """Whether two programs give the same outputs for arguments, on all ranks; collective."""
     found = [_outputs(bound, module, leaves, step) for bound in (one, other)]
-    alike = len(found[0]) == len(found[1]) and all(
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
-        for a, b in zip(*found, strict=True)
-    )
+    alike = len(found[0]) == len(found[1]) and all(map(_close, *found))
     return not any_rank(one.runner, not alike)
 
 

@@ -39,6 +39,7 @@ from autoshard.runtime.parallel_class import users_class
 from autoshard.runtime.shard_utils import shard_tensor
 from autoshard.runtime.transport.transport import Transport
 from autoshard.runtime.transport.transport_choice import transport_of
+from autoshard.torch_adapters import records
 from autoshard.torch_adapters.blocks import agreeing
 from autoshard.torch_adapters.dtensor import (
     Spec,
@@ -50,7 +51,6 @@ from autoshard.torch_adapters.dtensor import (
 )
 from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.groups import default_store
-from autoshard.torch_adapters.records import from_records
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -136,6 +136,7 @@ class Runner:
         #: outputs that have a gradient as those of the model itself have
         self.with_gradient = marked | self.tangent_positions
         self.out_spec = pytree.treespec_loads(program.signature.out_tree)
+        self.returns_records = records.NAME in program.signature.out_tree
         self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
         self.kept = self.rank_program.kept_ports()
         self.arguments = Arguments(users_class(module).forward, program.signature)
@@ -374,7 +375,8 @@ class Runner:
         feed = iter(outs)
         for kind, text in self.program.signature.out_leaves:
             flat.append(next(feed) if kind == "tensor" else literal(text))
-        return from_records(pytree.tree_unflatten(flat, self.out_spec))
+        output = pytree.tree_unflatten(flat, self.out_spec)
+        return records.from_records(output) if self.returns_records else output
 
     def forward(
         self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
