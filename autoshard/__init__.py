@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from autoshard.interop.export import export
+    from autoshard.interop.weights import LoadedWeights, load_weights
     from autoshard.options import PassOptions, PlanOptions
     from autoshard.planner.length_plans import LengthPlans
     from autoshard.planner.planning import Planned
@@ -48,6 +49,7 @@ __all__ = [
     "HostOptimizer",
     "InfeasibleError",
     "LengthPlans",
+    "LoadedWeights",
     "Mesh",
     "NoRuleError",
     "PassOptions",
@@ -64,6 +66,7 @@ __all__ = [
     "errors",
     "export",
     "load",
+    "load_weights",
     "parallelize",
     "plan",
     "plan_lengths",
@@ -95,6 +98,8 @@ def _home(name: str) -> str | None:
         return "autoshard.options"
     if name == "export":
         return "autoshard.interop.export"
+    if name in ("load_weights", "LoadedWeights"):
+        return "autoshard.interop.weights"
     if name == "clip_grad_norm_":
         return "autoshard.runtime.optim.clip"
     if name == "AdamW":

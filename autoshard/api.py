@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target
 from autoshard.cluster.load import catalog_names
 from autoshard.errors import UsageError
+from autoshard.interop.hf_weights import fill_buffers
 from autoshard.options import PassOptions, PlanOptions, options_from, split_options
 from autoshard.planner import length_plans as planner_lengths
 from autoshard.planner.compiling import compile_analysed, ranks_of, request_of
@@ -79,8 +80,9 @@ def plan(
         example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
             pair of both, or a single tensor. Without ``global_batch`` they are a step in one microbatch, or
             with ``pp`` a whole step.
-        cluster: whose prices to use (default: cpu-gloo for a model on the CPU, h100-dgx otherwise). Where one
-            is named, ``memory`` is 94 % of its device's unless given.
+        cluster: whose prices to use (default: cpu-gloo for a model on the CPU, or on the meta device in a
+            process group of CPUs, h100-dgx otherwise). Where one is named, ``memory`` is 94 % of its
+            device's unless given.
         options: how the plan is searched; overrides: fields of it by name, `autoshard.PlanOptions`.
         rules: the user's own sharding rules, see `autoshard.rule`.
         target: what the plan is called.
@@ -167,6 +169,7 @@ def load(
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
+    fill_buffers(model)
     program = load_program(folder, rules=rules)
     devices = device_mesh_for(program.whole_mesh, mesh)
     plan = plan_from_json(program.plan)
@@ -296,6 +299,7 @@ def _parallelize_now(
     from autoshard.runtime.module import bind
     from autoshard.runtime.said import say_once
 
+    fill_buffers(model)
     where = parse_target(mesh)
     if local_batch:
         example_inputs = global_example(example_inputs, ranks_of(where, options))

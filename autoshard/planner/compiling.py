@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target, usable_memory
@@ -20,6 +21,7 @@ from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.rules.registry import RULES
+from autoshard.runtime.groups import world_device_type
 from autoshard.search.plan.plan_json import plan_from_json
 
 
@@ -50,8 +52,10 @@ def cluster_of(where: Mesh | Cluster, cluster: Any, model: nn.Module) -> Cluster
         return cluster
     if cluster is not None:
         return load_cluster(cluster)
-    first = next(model.parameters(), None)
-    return load_cluster("cpu-gloo" if first is not None and first.device.type == "cpu" else "h100-dgx")
+    kind = next((p.device.type for p in model.parameters()), "")
+    if kind == "meta" and dist.is_initialized():
+        kind = world_device_type()
+    return load_cluster("cpu-gloo" if kind == "cpu" else "h100-dgx")
 
 
 def ranks_of(where: Mesh | Cluster, options: PlanOptions) -> int:

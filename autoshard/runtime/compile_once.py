@@ -77,6 +77,12 @@ class CompilingRanks:
             data = sent[: int(size)].cpu().numpy().tobytes()
         return data
 
+    def tensor_from_first(self, x: torch.Tensor) -> torch.Tensor:
+        """The values that the first rank has in a tensor of one shape on all, in place; collective."""
+        for group in self.groups:
+            dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
+        return x
+
 
 @dataclass(frozen=True)
 class SharedConditions:

@@ -35,6 +35,7 @@ from autoshard.runtime.runner import Runner
 from autoshard.runtime.said import say_once
 from autoshard.runtime.sized_programs import LARGER, SizedPrograms
 from autoshard.runtime.stepper import Stepper
+from autoshard.runtime.weights import check_written
 
 
 @dataclass(eq=False)
@@ -96,6 +97,8 @@ class ProgramFamily:
         self.built: WeightHashes | None = built
         self.local_batch, self.bind = local_batch, bind
         self.parts: bool | None = None
+        #: versions of tensors that got memory without values, by name, until the first call
+        self.unwritten: Mapping[str, int] = {}
         #: programs in whose place there is one for the gradients of all outputs
         self._replaced: dict[Runner, BoundProgram] = {}
         #: structure of arguments, positions of numbers in it that the code does not take as tensors
@@ -146,6 +149,7 @@ class ProgramFamily:
         self.current, leaves = found
         runner = self.current.runner
         if self.built is not None:
+            check_written(module)
             check_first_call(runner, module, self.built, leaves)
             self.built, self.parts = None, gives_parts(runner, leaves)
         return leaves, self._rows(runner, rows)

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
 from autoshard.runtime.stepper import Stepper
+from autoshard.runtime.weights import to_empty
 from autoshard.torch_adapters.compiled import uncompiled
 from autoshard.torch_adapters.dtensor import torch_placements
 from autoshard.torch_adapters.hooks import (
@@ -269,6 +270,21 @@ class ParallelModule(nn.Module):
             for table, name, p in kept:
                 table[name] = p
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Memory for what has none; other values stay. A call is refused until all of it is written.
+
+        Raises UsageError for a device that the program does not run on, or with ``recurse=False``.
+        """
+        here = self._autoshard.device
+        if not recurse or device is None or torch.device(device).type != here.type:
+            raise UsageError(
+                f"to_empty(device={device!r}, recurse={recurse})",
+                why=f"the program runs on {here.type}, and its parameters are those of all modules",
+                hint=f'model.to_empty(device="{here.type}")',
+            )
+        to_empty(self)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A second model with the same programs: an average of the weights, for instance."""
         made = type(self).__new__(type(self))
@@ -370,7 +386,9 @@ def _bind(
         owner = module.get_submodule(name.rpartition(".")[0])
         kept = name not in runner.updated or runner.holds_buffer(name)
         if kept:
-            owner._buffers[name.rpartition(".")[2]] = buffer.to(runner.device)
+            # values of what is on meta are loaded later
+            placed = buffer if buffer.is_meta else buffer.to(runner.device)
+            owner._buffers[name.rpartition(".")[2]] = placed
         else:
             _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
     if "forward" in module.__dict__:  # it is part of the program, and would run in its place
@@ -532,12 +550,7 @@ def _check_module(program: Program, module: nn.Module, mesh: DeviceMesh) -> None
                 why=f"the program expects {list(port.type.shape)}: it was compiled from another model",
                 hint="compile a program for this model",
             )
-        if x.device.type == "meta":
-            raise UsageError(
-                f"parameter {port.target} is on the meta device and holds no values",
-                hint="initialise the model (on the CPU is fine) before it is sharded",
-            )
-        if x.device.type not in ("cpu", mesh.device_type):
+        if x.device.type not in ("cpu", "meta", mesh.device_type):
             raise UsageError(
                 f"parameter {port.target} is on {x.device}, the mesh is of {mesh.device_type} devices",
                 hint=f"move the model to {mesh.device_type} or leave it on the CPU",

@@ -260,8 +260,18 @@ class Runner:
         made = self.parameter_as(self._part(x, port), layout, port.type.shape)
         return nn.Parameter(made, requires_grad=trained)
 
+    def part_of(self, x: torch.Tensor, port: Port) -> torch.Tensor:
+        """The rank's part of a full parameter, of any type, in the type that the program takes."""
+        return self._part(x, port).to(self.dtype_of(port))
+
+    @staticmethod
+    def dtype_of(port: Port) -> torch.dtype:
+        return torch_dtype(port.type.dtype)
+
     def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
         """The rank's part of a parameter, copied to where parameters live."""
+        if part.is_meta:
+            return self._alike_dtensor(as_dtensor(part, self.mesh, layout, shape))
         if self.program.offload.parameters:
             held = in_host_memory(part, self.device)
             return self._alike_dtensor(host_dtensor(held, self.mesh, layout, shape))
@@ -330,6 +340,12 @@ class Runner:
                     hint="call requires_grad_(True) before the model is parallelized",
                 )
             return
+        if x.is_meta:
+            raise UsageError(
+                f"parameter {port.target} has no values",
+                why="the model was built on the meta device, and nothing was loaded into it",
+                hint='autoshard.load_weights(model, "FOLDER")',
+            )
         what = f"{x.dtype} on {x.device}" if isinstance(x, DTensor) else "not a DTensor any more"
         raise UsageError(
             f"parameter {port.target} is {what}",

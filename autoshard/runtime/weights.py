@@ -1,0 +1,136 @@
+"""Values of a parallel model's parameters and buffers: each rank keeps its part of what it is given."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import UsageError
+from autoshard.ir.joint import Port
+from autoshard.ir.placement import local_shape
+from autoshard.runtime.optim.follow_parameters import follow_parameters
+from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
+from autoshard.runtime.runner import Runner
+from autoshard.torch_adapters.hooks import carry_tensor_hooks
+
+if TYPE_CHECKING:
+    from autoshard.runtime.module import ParallelModule
+
+#: rank's part of a parameter of a program; what a tensor that no program shards becomes
+_OfPort = Callable[[Runner, Port], torch.Tensor]
+_OfPlain = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fill(module: ParallelModule, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Give parameters and buffers their values.
+
+    Args:
+        values: name, global tensor, one after the other. Names that are tied to others count for all of them;
+            those of other pipeline ranks are left.
+    """
+    table = _Table(module)
+    for name, whole in values:
+        table.set(name, partial(_part, whole), partial(_like, whole.detach(), table.device))
+    table.follow()
+
+
+def to_empty(module: ParallelModule) -> None:
+    """Give all that is on the meta device memory, of which a call is refused until it is written."""
+    table = _Table(module)
+    for name, tensor in table.tensors.items():
+        if tensor.is_meta:
+            table.set(name, _empty_part, lambda old: torch.empty_like(old, device=table.device))
+    table.follow()
+    fresh = {n: x for n, x in _Table(module).tensors.items() if table.tensors[n].is_meta}
+    module._autoshard_family.unwritten = {n: _writes(x) for n, x in fresh.items()}
+
+
+def check_written(module: nn.Module) -> None:
+    """UsageError if a parameter or a buffer has no values yet."""
+    before: Mapping[str, int] = module._autoshard_family.unwritten  # type: ignore[union-attr, assignment]
+    for name, x in _Table(module).tensors.items():
+        if x.is_meta or before.get(name) == _writes(x):
+            raise UsageError(
+                f"{name} has no values",
+                why="the model was built on the meta device, and nothing was loaded into it",
+                hint='autoshard.load_weights(model, "FOLDER"); of a buffer that no checkpoint has: '
+                "accelerate.init_empty_weights() leaves buffers their values",
+            )
+
+
+def _part(whole: torch.Tensor, runner: Runner, port: Port) -> torch.Tensor:
+    return runner.part_of(whole, port)
+
+
+def _like(x: torch.Tensor, device: torch.device, old: torch.Tensor) -> torch.Tensor:
+    return x.to(device, old.dtype, copy=True)
+
+
+def _writes(x: torch.Tensor) -> int:
+    return x._version + local(x)._version if isinstance(x, DTensor) else x._version
+
+
+def _empty_part(runner: Runner, port: Port) -> torch.Tensor:
+    layout = runner.program.lowered.values[port.name].layout
+    shape = local_shape(port.type.shape, layout, runner.shape.sizes, runner.coords)
+    return torch.empty(shape, dtype=runner.dtype_of(port), device=runner.device)
+
+
+class _Table:
+    """The tensors of a module by name, and what stands in their place."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.runners: list[Runner] = [bound.runner for bound in module._autoshard_family.programs]
+        self.device = self.runners[0].device
+        self.ports = {p.target: (r, p) for r in reversed(self.runners) for p in r.params}
+        self.tied = {alias: owner for r in self.runners for alias, owner in r.program.signature.tied}
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.tensors: dict[str, torch.Tensor] = {
+            **parameters,
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        self._names: dict[int, list[str]] = defaultdict(list)
+        for name, x in self.tensors.items():
+            self._names[id(x)].append(name)
+        self._new: dict[nn.Parameter, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def set(self, name: str, of_port: _OfPort, of_plain: _OfPlain) -> None:
+        """Values of a tensor, in place where it has some."""
+        old = self.tensors.get(name)
+        if old is None or old in self._new:
+            return
+        if isinstance(old, DTensor):
+            runner, port = self.ports[self.tied.get(name, name)]
+            layout = runner.program.lowered.values[port.name].layout
+            new: torch.Tensor = runner.parameter_as(of_port(runner, port), layout, port.type.shape)
+        else:
+            new = of_plain(old)
+        if not old.is_meta:
+            old.copy_(new)
+            return
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+            carry_tensor_hooks(old, new)
+            self._new[old] = new
+        for each in self._names[id(old)]:
+            owner, _, key = each.rpartition(".")
+            setattr(self.module.get_submodule(owner), key, new)
+
+    def follow(self) -> None:
+        """Optimizers and pipeline stages go on with the parameters that the module has now."""
+        if not self._new:
+            return
+        follow_parameters(self.module, self._new)
+        keep_blocks(self.module)
+        self.runners[0].clock.follow(self._new.values())
+        for bound in self.module._autoshard_family.programs:
+            members = bound.stepper.members
+            members[:] = [(self._new.get(p, p), membership) for p, membership in members]
