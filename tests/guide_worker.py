@@ -1,7 +1,7 @@
-"""Started by `ranks`: runs the Python blocks of a guide, one after the other, in an empty folder.
+"""Started by `ranks`: runs the Python blocks of guides, one after the other, in a folder.
 
-Arguments: the guide, a folder in which ``path/to/model`` is a small Llama. A guide finds ``batch``; the
-function of its name checks what its blocks leave.
+Arguments: the folder, in which ``path/to/model`` is a small Llama; guides. They find ``batch``; the function
+of a guide's name checks what its blocks leave.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from calls_worker import batch, full
 from leaving import leave
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,16 +27,29 @@ def weights(names: dict[str, Any]) -> None:
     torch.testing.assert_close(full(names["loss"]), plain(**names["batch"]).loss, rtol=1e-5, atol=1e-6)
 
 
+def peft(names: dict[str, Any]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained("path/to/model")
+    before = plain(**names["batch"]).loss
+    torch.testing.assert_close(full(names["before"]), before, rtol=1e-5, atol=1e-6)
+    adapted = PeftModel.from_pretrained(plain, "adapter")(**names["batch"]).loss
+    here = full(names["model"](**names["batch"]).loss)
+    torch.testing.assert_close(here, adapted, rtol=1e-4, atol=1e-5)
+    assert adapted < before
+
+
 def main() -> None:
-    guide, folder = sys.argv[1:]
+    folder, *guides = sys.argv[1:]
     os.chdir(folder)
-    names: dict[str, Any] = {"batch": batch(8, 16)}
-    text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block, f"{guide}.md", "exec"), names)
-    globals()[guide](names)
-    if dist.get_rank() == 0:
-        print("ok", guide)
+    dist.init_process_group()
+    for guide in guides:
+        names: dict[str, Any] = {"batch": batch(8, 16)}
+        text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            # one process group for all guides
+            exec(compile(block.replace("dist.init_process_group()\n", ""), f"{guide}.md", "exec"), names)
+        globals()[guide](names)
+        if dist.get_rank() == 0:
+            print("ok", guide)
     leave()
 
 

@@ -19,7 +19,6 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -29,6 +28,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from autoshard.errors import UsageError
 from autoshard.runtime.module import ParallelModule
 from autoshard.runtime.optim.clip import clip_grad_norm_
+from autoshard.runtime.saving import full_state
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -165,16 +165,7 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the full weights, by the first rank. Collective."""
-        if self.model.is_pipeline:
-            # one rank of every stage gives its parameters
-            options = StateDictOptions(full_state_dict=True)
-            own: dict[str, Any] = get_model_state_dict(self.model, options=options)
-            parts: list[Any] = [None] * dist.get_world_size()
-            first = not any(self.model._autoshard.coords)
-            dist.all_gather_object(parts, {n: x.cpu() for n, x in own.items()} if first else {})
-            state = {name: x for part in parts for name, x in part.items()}
-        else:
-            state = get_model_state_dict(self.model, options=_FULL)
+        state = full_state(self.model)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,6 +64,8 @@ class Joint:
     batch_inputs: targets of input ports whose dim 0 is the batch.
     captured_state: what the model's Python code read, for calls to compare
     (`capture.python_state.captured_state`).
+    apart: value of a port -> what layers must agree in to be one segment, besides their ops: how their
+        parameters are sharded already.
     """
 
     graph: Graph
@@ -81,3 +84,4 @@ class Joint:
     bodies: tuple[Body, ...] = ()
     away: Away = field(default_factory=lambda: NONE_AWAY, hash=False)
     captured_state: Any = field(default=None, compare=False, hash=False, repr=False)
+    apart: Mapping[str, str] = field(default_factory=dict, hash=False)

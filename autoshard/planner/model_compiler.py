@@ -54,7 +54,7 @@ class ModelCompiler:
         prices = self.mesh if isinstance(self.mesh, Cluster) else self.cluster
         plan = plan_from_json(program.plan)
         further = replace(self, mesh=whole_mesh(Mesh.parse(plan.mesh), plan), cluster=prices)
-        return program, further._captured(model, inputs, found, self.options.differentiate), found.here
+        return program, further._captured(model, inputs, found, self.options), found.here
 
     def compiled(
         self,
@@ -71,14 +71,14 @@ class ModelCompiler:
             pins=tuple(pins),
         )
         found = self._compiled(module, inputs, options)
-        return _program_of(found), self._captured(module, inputs, found, options.differentiate)
+        return _program_of(found), self._captured(module, inputs, found, options)
 
     def of_stored(self, program: Program, model: nn.Module) -> Captured | None:
         """What a capture of a stored program would leave; None where its inputs cannot be told."""
         inputs = example_of(program.signature)
         if inputs is None:
             return None
-        captured = self._captured(model, inputs, CompiledOnce(program), self.options.differentiate)
+        captured = self._captured(model, inputs, CompiledOnce(program), self.options)
         return replace(captured, stored={**program.state.variables, **program.state.attributes})
 
     def _compiled(
@@ -90,7 +90,7 @@ class ModelCompiler:
     ) -> CompiledOnce[Planned]:
         def compile_here() -> tuple[Program, Planned]:
             request = request_of(model, self.mesh, self.cluster, options)
-            source = Source(model, *inputs, options.replicate_unknown, self.rules, options.differentiate)
+            source = self._source(model, inputs, options.replicate_unknown, options)
             if shares:
                 planned = plan_lengths(request, source, shares).most_frequent.planned
             else:
@@ -98,6 +98,12 @@ class ModelCompiler:
             return compile_analysed(planned, passes=self.passes), planned
 
         return compile_once(compile_here, self._key(model, inputs, options, shares), self.ranks, self.rules)
+
+    def _source(
+        self, model: nn.Module, inputs: Inputs, replicate_unknown: bool, options: PlanOptions
+    ) -> Source:
+        stored = {name: layout for name, layout, _ in options.stored}
+        return Source(model, *inputs, replicate_unknown, self.rules, options.differentiate, stored)
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
         if self.options.replicate_unknown:
@@ -112,7 +118,7 @@ class ModelCompiler:
         return cluster_of(self.mesh, self.cluster, model)
 
     def _captured(
-        self, model: nn.Module, inputs: Inputs, found: CompiledOnce[Planned], differentiate: Differentiate
+        self, model: nn.Module, inputs: Inputs, found: CompiledOnce[Planned], options: PlanOptions
     ) -> Captured:
         program = _program_of(found)
         # where one rank compiled for others, all compare calls with what they all know
@@ -123,7 +129,7 @@ class ModelCompiler:
             if found.here is not None:
                 return found.here
             plan = plan_from_json(program.plan)
-            source = Source(module, *inputs, bool(plan.replicated), self.rules, differentiate)
+            source = self._source(module, inputs, bool(plan.replicated), options)
             return Planned(plan, source.analysed(lambda _: None), self._machine(module), None, source)
 
         @cache
@@ -134,7 +140,7 @@ class ModelCompiler:
             _state_of(program, model, None if together else found.here),
             program.state.graph,
             inputs,
-            differentiate,
+            options.differentiate,
             self.compiled,
             partial(self._resized, program, micro_of),
             self.ranks if found.shared else CompilingRanks.alone(),

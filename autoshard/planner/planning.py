@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A model with the arguments and rules it was captured with. differentiate: see `capture.capture`."""
+    """A model with the arguments and rules it was captured with.
+
+    differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
+    layers that differ in them are planned each for itself.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -48,11 +52,16 @@ class Source:
     replicate_unknown: bool = False
     rules: Rules = None
     differentiate: Differentiate = "auto"
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     def analysed(self, say: Progress) -> Analysis:
         """Capture the model and find its rules."""
         say("capturing")
         joint = capture(self.model, self.args, self.kwargs, differentiate=self.differentiate)
+        analysis = analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
+        if all(len({self.stored.get(p.target) for p in c.ports}) < 2 for c in analysis.flow.classes.values()):
+            return analysis
+        joint = replace(joint, apart={p.name: self.stored.get(p.target, "") for p in joint.ports})
         return analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
 
     def with_batch(self, analysis: Analysis, batch: int) -> Source:

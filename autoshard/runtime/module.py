@@ -35,6 +35,7 @@ from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.parallel_class import FORWARD, as_built, parallel_class
 from autoshard.runtime.runner import Given, Runner
+from autoshard.runtime.saving import saves_full
 from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
 from autoshard.runtime.stepper import Stepper
@@ -393,7 +394,7 @@ def _bind(
             _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
     if "forward" in module.__dict__:  # it is part of the program, and would run in its place
         module.__dict__[FORWARD] = module.__dict__.pop("forward")
-    module.__class__ = parallel_class(type(module), ParallelModule)
+    module.__class__ = parallel_class(type(module), ParallelModule, {"save_pretrained": saves_full})
     sized = None if captured is None else SizedPrograms(program, captured)
     first = BoundProgram(runner, Stepper(runner), guard, captured, sized)
     family = ProgramFamily(first, built.cut(module), local_batch, partial(_bound, module))

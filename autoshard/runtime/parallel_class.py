@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,8 +45,11 @@ class _SetsOnUsers(type):
             super().__delattr__(name)
 
 
-def parallel_class(users: type, mixin: type) -> type:
-    """The class of parallel models of a class. mixin: what comes before it."""
+def parallel_class(users: type, mixin: type, methods: Mapping[str, Callable[[Any], Any]]) -> type:
+    """The class of parallel models of a class.
+
+    mixin: what comes before it. methods: what is made of methods that it has.
+    """
     meta = type(users)
     kind = _SetsOnUsers if meta is type else type(meta.__name__, (_SetsOnUsers, meta), {})
     names: dict[str, Any] = {"__module__": users.__module__, "forward": _signed(mixin, users)}
@@ -54,6 +57,9 @@ def parallel_class(users: type, mixin: type) -> type:
         names["plan"] = _PlanOfModel()
     if hasattr(users, "generate"):
         names["generate"] = _on_gathered(users.generate)
+    for name, wrap in methods.items():
+        if hasattr(users, name):
+            names[name] = wrap(getattr(users, name))
     made: type = kind(users.__name__, (mixin, users), names)
     type.__setattr__(made, _USERS, users)  # not before: the user's code may set something while it is made
     return made

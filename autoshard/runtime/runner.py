@@ -160,6 +160,11 @@ class Runner:
         return any(p.kind == "buffer" and p.target == target and self.holds(p) for p in self._ports)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank stands first along every axis of the mesh, pp among them."""
+        return not any(self.place_mesh.get_coordinate() or ())
+
+    @property
     def _ports(self) -> tuple[Port, ...]:
         return self.program.signature.ports
 

@@ -42,7 +42,7 @@ def fold(joint: Joint) -> Folded:
     for run in runs:
         inputs, outputs, body, base = _canonical(run, users)
         # equal bodies on inputs of other shapes are other segments: what a rank holds of them differs
-        key = (body, tuple(types[v] for v in inputs))
+        key = (body, tuple(types[v] for v in inputs), tuple(joint.apart.get(v) for v in inputs))
         if key not in known:
             name = free_name(_segment_name(run), segments)
             known[key] = name

@@ -30,6 +30,8 @@ class _NotAlike(Exception):
 
 def fold_repeats(joint: Joint) -> Folded:
     """What `fold` makes of the flat graph; ``joint`` of the result is the captured one with all its ends."""
+    if joint.apart:  # layers that are alike here may be kept apart
+        return _told(fold(flat(joint)), joint)
     calls = calls_of(joint)
     wiring = Wiring(joint, calls)
     stretches = list(wiring.stretches(_HEAD + 1 + _LEFT_OUT))

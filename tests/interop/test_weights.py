@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from calls_worker import build
 from ranks import HERE, run_ranks
 from torch import nn
 
@@ -22,11 +21,6 @@ def test_ranks_read_their_parts_as_from_pretrained_does(tmp_path: Path) -> None:
     lines = [line for line in said.splitlines() if line.startswith("ok")]
     # five cases of the first model, one of the second, on two meshes
     assert len(lines) == 13, said
-
-
-def test_the_guide_runs(tmp_path: Path) -> None:
-    build("Llama").save_pretrained(tmp_path / "path" / "to" / "model")
-    assert "ok weights" in run_ranks([str(HERE / "guide_worker.py"), "weights", str(tmp_path)])
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Swin", "ModernBert", "Gemma3TextModel"])

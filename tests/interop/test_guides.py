@@ -1,0 +1,17 @@
+"""The code of guides is what is tested: see `guide_worker.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from calls_worker import build
+from ranks import HERE, run_ranks
+
+pytest.importorskip("peft", reason="a guide needs peft")
+
+
+def test_guides_run_as_they_stand(tmp_path: Path) -> None:
+    build("Llama").save_pretrained(tmp_path / "path" / "to" / "model")
+    said = run_ranks([str(HERE / "guide_worker.py"), str(tmp_path), "weights", "peft"])
+    assert said.count("ok ") == 2, said
