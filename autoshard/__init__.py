@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from autoshard.planner.length_plans import LengthPlans
     from autoshard.planner.planning import Planned
     from autoshard.rules.user import UserRule, rule
+    from autoshard.runtime.checkpoints import Checkpoints
+    from autoshard.runtime.groups import init_process_group
     from autoshard.runtime.optim.adamw import AdamW
     from autoshard.runtime.optim.clip import clip_grad_norm_
     from autoshard.runtime.optim.grad_scaler import GradScaler
@@ -43,6 +45,7 @@ __all__ = [
     "AdamW",
     "AutoshardError",
     "CaptureError",
+    "Checkpoints",
     "Cluster",
     "Compiled",
     "GradScaler",
@@ -65,6 +68,7 @@ __all__ = [
     "compile",
     "errors",
     "export",
+    "init_process_group",
     "load",
     "load_weights",
     "parallelize",
@@ -100,6 +104,10 @@ def _home(name: str) -> str | None:
         return "autoshard.interop.export"
     if name in ("load_weights", "LoadedWeights"):
         return "autoshard.interop.weights"
+    if name == "init_process_group":
+        return "autoshard.runtime.groups"
+    if name == "Checkpoints":
+        return "autoshard.runtime.checkpoints"
     if name == "clip_grad_norm_":
         return "autoshard.runtime.optim.clip"
     if name == "AdamW":

@@ -1,7 +1,7 @@
 """Started by `ranks`: runs the Python blocks of guides, one after the other, in a folder.
 
-Arguments: the folder, in which ``path/to/model`` is a small Llama; guides. They find ``batch``; the function
-of a guide's name checks what its blocks leave.
+Arguments: the folder, in which ``path/to/model`` is a small Llama; guides. They find ``batch`` and
+``build``; the function of a guide's name checks what its blocks leave.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from calls_worker import batch, full
+from calls_worker import batch, build, full
 from leaving import leave
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -37,16 +38,22 @@ def peft(names: dict[str, Any]) -> None:
     assert adapted < before
 
 
+def checkpoints(names: dict[str, Any]) -> None:
+    assert names["checkpoints"].steps() == [5, 10]
+    assert names["checkpoints"].load() == 10
+
+
 def main() -> None:
     folder, *guides = sys.argv[1:]
     os.chdir(folder)
     dist.init_process_group()
     for guide in guides:
-        names: dict[str, Any] = {"batch": batch(8, 16)}
+        names: dict[str, Any] = {"batch": batch(8, 16), "build": partial(build, "Llama")}
         text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
             # one process group for all guides
-            exec(compile(block.replace("dist.init_process_group()\n", ""), f"{guide}.md", "exec"), names)
+            block = re.sub(r"\w+\.init_process_group\(\)\n", "", block)
+            exec(compile(block, f"{guide}.md", "exec"), names)
         globals()[guide](names)
         if dist.get_rank() == 0:
             print("ok", guide)

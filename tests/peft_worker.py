@@ -240,17 +240,11 @@ def main() -> None:
                 continue
             try:
                 case(mesh, folder)
-                said = "ok"
+                said = f"ok {mesh} {case.__name__}"
             except Exception as error:  # told of below
-                said = f"BAD {type(error).__name__}: {str(error)[:600]}"
+                said = f"BAD {mesh} {case.__name__} {type(error).__name__}: {str(error)[:600]}"
             if dist.get_rank() == 0:
-                print(
-                    said if said == "ok" else "BAD",
-                    mesh,
-                    case.__name__,
-                    said if said != "ok" else "",
-                    flush=True,
-                )
+                print(f"\n{said}", flush=True)  # not behind a progress bar
     leave()
 
 

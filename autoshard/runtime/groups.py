@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
+from autoshard.runtime.checks.collective_watchdog import ranks_text
 from autoshard.torch_adapters.groups import copy_timeout
 
 
@@ -63,9 +70,60 @@ def init_world(wanted: Mesh | None) -> None:
         return
     if wanted is not None:
         _check_world(int(os.environ["WORLD_SIZE"]), wanted)
+    init_process_group()
+
+
+def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """torch's, from torchrun's environment, of ranks that meet anew after each restart.
+
+    torchrun keeps its store when it restarts ranks (``--max-restarts``), and over gloo they would look for
+    the ports of those that are gone.
+
+    Args:
+        backend: nccl where there are GPUs, gloo otherwise.
+        timeout: of collectives; torch's own if it is not given.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    wait = timeout or default_pg_timeout
+    store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
+    store = PrefixStore(f"autoshard/{_token(store, rank, size, wait)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _token(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """A name that the ranks that are there agree on, in a store that may have keys of ranks that are gone.
+
+    Every rank says its own number, which is new. The first rank answers each number with the name until all
+    ranks have it: numbers of ranks that are gone are never heard of again.
+    """
+    number = uuid.uuid4().hex
+    store.set(f"autoshard/number/{rank}", number)
+    if rank:
+        store.wait([f"autoshard/name/{number}"], timeout)
+        name = store.get(f"autoshard/name/{number}").decode()
+        store.set(f"autoshard/heard/{name}/{rank}", "")
+        return name
+    left, answered = set(range(1, size)), set[str]()
+    end = time.monotonic() + timeout.total_seconds()
+    while left:
+        if time.monotonic() > end:
+            raise UsageError(
+                f"{ranks_text(sorted(left))} did not start",
+                why=f"the others waited for {timeout.total_seconds():.0f} s",
+                hint="look at what they printed",
+            )
+        for other in sorted(left):
+            if store.check([f"autoshard/heard/{number}/{other}"]):
+                left.discard(other)
+            elif store.check([f"autoshard/number/{other}"]):
+                theirs = store.get(f"autoshard/number/{other}").decode()
+                if theirs not in answered:
+                    answered.add(theirs)
+                    store.set(f"autoshard/name/{theirs}", number)
+        time.sleep(0.01)
+    return number
 
 
 def world_device_type() -> str:

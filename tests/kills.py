@@ -1,0 +1,118 @@
+"""Training under torchrun with ranks killed at random moments: the losses are those of a run in peace.
+
+``python tests/kills.py --kills 20 --mesh dp=2,tp=2`` kills that often, over as many starts as it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESTARTS = 3
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """Of every step, what was written last."""
+    path = folder / "losses"
+    if not path.is_file():
+        return {}
+    return {step: loss for step, loss in map(json.loads, path.read_text().splitlines())}
+
+
+def written(folder: Path) -> int:
+    """Steps that were made, some of them several times."""
+    path = folder / "losses"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def start(folder: Path, mesh: str, ranks: int, steps: int, waiting: str) -> subprocess.Popen[str]:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--max-restarts", RESTARTS]
+    words += ["--master-addr", "127.0.0.1", "--master-port", free_port(), HERE / "restart_worker.py"]
+    words += [folder, mesh, steps, waiting]
+    paths = os.pathsep.join([str(HERE.parent), str(HERE)])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    log = (folder / "log").open("a")
+    command = [sys.executable, *map(str, words)]
+    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=folder)
+
+
+def pids(folder: Path, ranks: int) -> list[int]:
+    """Of the ranks that train; empty while they start."""
+    files = [folder / f"pid-{k}" for k in range(ranks)]
+    return [int(f.read_text()) for f in files] if all(f.is_file() for f in files) else []
+
+
+def killed(
+    folder: Path, mesh: str, ranks: int, steps: int, kills: int, seed: int, waiting: str = "wait"
+) -> int:
+    """Train to the end, with ranks killed on the way. Returns how often one was."""
+    draw, done = random.Random(seed), 0
+    # before the first step, or once there are more
+    early, seen = False, 0
+    deadline = time.monotonic() + 240 * (kills + 1)
+    job = start(folder, mesh, ranks, steps, waiting)
+    try:
+        while time.monotonic() < deadline:
+            if job.poll() is not None:
+                if job.returncode == 0 and max(losses_of(folder), default=-1) == steps - 1:
+                    return done
+                # all restarts are used up, as a scheduler would see it
+                job = start(folder, mesh, ranks, steps, waiting)
+            there = pids(folder, ranks)
+            if there and done < kills and (early or written(folder) > seen):
+                time.sleep(draw.uniform(0.0, 3.0 if early else 1.0))
+                victim = draw.choice(there)
+                early, seen = draw.random() < 0.25, written(folder)
+                for k in range(ranks):
+                    (folder / f"pid-{k}").unlink(missing_ok=True)
+                try:
+                    os.kill(victim, signal.SIGKILL)
+                    done += 1
+                except ProcessLookupError:
+                    pass  # the run came to its end
+            time.sleep(0.05)
+        raise TimeoutError((folder / "log").read_text()[-4000:])
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--mesh", default="dp=2,tp=2")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--go-on", action="store_true", help="while checkpoints are written")
+    given = parser.parse_args()
+    waiting = "go on" if given.go_on else "wait"
+    with tempfile.TemporaryDirectory() as peace, tempfile.TemporaryDirectory() as war:
+        killed(Path(peace), given.mesh, 4, given.steps, 0, given.seed)
+        done = killed(Path(war), given.mesh, 4, given.steps, given.kills, given.seed, waiting)
+        one, other = losses_of(Path(peace)), losses_of(Path(war))
+        runs = sum(1 for _ in (Path(war) / "losses").open())
+    same = sum(one[k] == other[k] for k in one)
+    print(f"{done} kills, {runs} steps for {given.steps}; {same} of {len(one)} losses equal to the bit")
+    raise SystemExit(one != other)
+
+
+if __name__ == "__main__":
+    main()

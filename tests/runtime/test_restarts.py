@@ -1,0 +1,116 @@
+"""Runs that are killed and go on, and checkpoints that go on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kills import killed, losses_of
+from ranks import HERE, run_ranks
+from torch import nn
+
+from autoshard.errors import UsageError
+from autoshard.runtime.checkpoints import Checkpoints
+from autoshard.runtime.groups import _token
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+def test_losses_of_a_run_whose_ranks_are_killed(mesh: str, tmp_path: Path) -> None:
+    peace, war = tmp_path / "peace", tmp_path / "war"
+    peace.mkdir()
+    war.mkdir()
+    killed(peace, mesh, 4, 30, 0, seed=0)
+    assert killed(war, mesh, 4, 30, 2, seed=0, waiting="go on") == 2
+    assert losses_of(war) == losses_of(peace)
+
+
+def test_checkpoints_of_one_mesh_go_on_on_another(tmp_path: Path) -> None:
+    for ranks, meshes in ((4, "fsdp=4;dp=2,tp=2;tp=4;pp=2,dp=2"), (2, "tp=2;pp=2"), (1, "dp=1")):
+        said = run_ranks([str(HERE / "pairs_worker.py"), str(tmp_path), "Llama", meshes], ranks=ranks)
+        lines = [line for line in said.splitlines() if line.startswith(("ok", "BAD"))]
+        assert lines and all(line.startswith("ok") for line in lines), "\n".join(lines)
+
+
+def test_ranks_agree_on_a_name_whatever_those_before_them_left() -> None:
+    store = dist.HashStore()
+    names: list[str] = []
+    for _ in range(3):
+        found = ["", "", ""]
+
+        def agree(rank: int, found: list[str] = found) -> None:
+            found[rank] = _token(store, rank, 3, timedelta(seconds=20))
+
+        threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(found)) == 1
+        names += found[:1]
+        # one that was killed before the first rank heard of it
+        store.set("autoshard/number/1", "gone")
+    assert len(set(names)) == 3
+
+
+def test_a_rank_that_does_not_start_is_named() -> None:
+    with pytest.raises(UsageError, match="ranks 1, 2 did not start"):
+        _token(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    before = signal.getsignal(signal.SIGTERM)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield tmp_path  # type: ignore[misc]
+    dist.destroy_process_group()
+    signal.signal(signal.SIGTERM, before)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_plain_model_loads_the_newest_complete_one(alone: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    checkpoints = Checkpoints(alone, model, optimizer, others={"scheduler": scheduler})
+    assert checkpoints.load() == 0
+    for step in range(1, 5):
+        trained(model, optimizer)
+        scheduler.step()
+        checkpoints.save(step, wait=step % 2 == 0)
+    wanted, drawn = model.weight.detach().clone(), torch.rand(3)
+    # the newest one was interrupted
+    (alone / "step-9").mkdir()
+    (alone / "step-9" / "__0_0.distcp").write_bytes(b"half")
+    assert checkpoints.steps() == [3, 4]
+    trained(model, optimizer)
+    assert checkpoints.load() == 4
+    assert torch.equal(model.weight, wanted) and torch.equal(torch.rand(3), drawn)
+    assert scheduler.last_epoch == 4
+    with pytest.raises(UsageError, match="has no sampler"):
+        Checkpoints(alone, model, optimizer, others={"sampler": scheduler}).load()
+
+
+def test_sigterm_is_told(alone: Path) -> None:
+    model = nn.Linear(3, 3)
+    checkpoints = Checkpoints(alone, model, torch.optim.SGD(model.parameters()))
+    assert not checkpoints.should_stop()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpoints.should_stop()
+
+
+def test_one_checkpoint_at_least_is_kept(alone: Path) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(UsageError, match="keep=0"):
+        Checkpoints(alone, model, torch.optim.SGD(model.parameters()), keep=0)
