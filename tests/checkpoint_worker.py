@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from families import family
 from gloo_api_worker import check, raises
 from leaving import leave
@@ -287,6 +288,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, eps=1e-4),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4),
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "transformers' Adafactor": lambda p: transformers.Adafactor(p, lr=1e-3, relative_step=False),
+    "SGD, fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "Adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4, fused=True),
     "Muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=1e-2),
 }
 
@@ -316,6 +323,8 @@ def optimizers(folder: Path) -> None:
         (wanted, plain, _), (losses, averaged, kept) = found
         within = 1e-3 if name == "Muon" else 2e-5  # in bfloat16 by itself
         close(losses, wanted, name, within)
+        # the sign of a gradient that is zero on paper, of a bias of keys, is noise
+        within = 5e-3 if name == "Rprop" else within
         for key, value in averaged.items():
             check(torch.allclose(value, plain[key], atol=within), f"{name}: average of {key}")
         if name == "SGD":

@@ -32,6 +32,7 @@ from autoshard.runtime.groups import place_of
 from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
+from autoshard.runtime.optim.plain_steps import run_plain_steps
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.parallel_class import FORWARD, as_built, parallel_class
 from autoshard.runtime.runner import Given, Runner
@@ -39,7 +40,7 @@ from autoshard.runtime.saving import saves_full
 from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
 from autoshard.runtime.stepper import Stepper
-from autoshard.runtime.weights import to_empty
+from autoshard.runtime.weights import ports_of, to_empty
 from autoshard.torch_adapters.compiled import uncompiled
 from autoshard.torch_adapters.dtensor import torch_placements
 from autoshard.torch_adapters.hooks import (
@@ -403,6 +404,7 @@ def _bind(
     first.stepper.members = mark_shared(module, runner, first.stepper.scales)
     keep_blocks(module)
     runner.clock.follow(module.parameters())
+    run_plain_steps(module, ports_of)
     module.register_load_state_dict_pre_hook(_shard_loaded)
 
 

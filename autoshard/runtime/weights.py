@@ -51,6 +51,16 @@ def to_empty(module: ParallelModule) -> None:
     module._autoshard_family.unwritten = {n: _writes(x) for n, x in fresh.items()}
 
 
+def ports_of(module: nn.Module) -> dict[nn.Parameter, tuple[Runner, Port]]:
+    """Of each parameter that this rank has a part of, a program that it is in, and where."""
+    table = _Table(module)
+    return {
+        x: table.ports[table.tied.get(name, name)]
+        for name, x in table.tensors.items()
+        if isinstance(x, nn.Parameter) and isinstance(x, DTensor)
+    }
+
+
 def check_written(module: nn.Module) -> None:
     """UsageError if a parameter or a buffer has no values yet."""
     before: Mapping[str, int] = module._autoshard_family.unwritten  # type: ignore[union-attr, assignment]
