@@ -51,13 +51,13 @@ def to_empty(module: ParallelModule) -> None:
     module._autoshard_family.unwritten = {n: _writes(x) for n, x in fresh.items()}
 
 
-def ports_of(module: nn.Module) -> dict[nn.Parameter, tuple[Runner, Port]]:
+def ports_of(module: nn.Module) -> dict[torch.Tensor, tuple[Runner, Port]]:
     """Of each parameter that this rank has a part of, a program that it is in, and where."""
     table = _Table(module)
     return {
         x: table.ports[table.tied.get(name, name)]
         for name, x in table.tensors.items()
-        if isinstance(x, nn.Parameter) and isinstance(x, DTensor)
+        if isinstance(x, DTensor)
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from ranks import HERE, run_ranks
+from sampling import all_cases
 from torch import nn
 
 from autoshard.errors import UsageError
@@ -17,10 +18,11 @@ from autoshard.interop.weights import load_weights
 
 
 def test_ranks_read_their_parts_as_from_pretrained_does(tmp_path: Path) -> None:
-    said = run_ranks([str(HERE / "weights_worker.py"), str(tmp_path), "Mixtral,GPT2", "dp=2,tp=2;pp=2,dp=2"])
+    meshes = ["dp=2,tp=2", "fsdp=4", "pp=2,dp=2"] if all_cases() else ["pp=2,dp=2"]
+    said = run_ranks([str(HERE / "weights_worker.py"), str(tmp_path), "Mixtral,GPT2", ";".join(meshes)])
     lines = [line for line in said.splitlines() if line.startswith("ok")]
-    # five cases of the first model, one of the second, on two meshes
-    assert len(lines) == 13, said
+    # five cases of the first model, one of the second; memory
+    assert len(lines) == 6 * len(meshes) + 1, said
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Swin", "ModernBert", "Gemma3TextModel"])

@@ -28,6 +28,11 @@ _SEEDS = 1 << 62
 _MARK = "_autoshard_clock"
 
 
+def is_followed(parameter: torch.Tensor) -> bool:
+    """Whether it is a parameter of a parallel model."""
+    return hasattr(parameter, _MARK)
+
+
 class DropoutClock:
     """Counts steps of the optimizers of a model, and calls since the last one."""
 

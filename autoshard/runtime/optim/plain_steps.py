@@ -1,7 +1,8 @@
-"""Steps of optimizers that torch's DTensor has no way to run: on plain tensors instead.
+"""Steps of torch's optimizers on plain tensors.
 
-Those that treat every element by itself run on a rank's parts. Adafactor, which takes means over rows and
-columns, runs on full parameters, one at a time; its states are those of full parameters, alike on all ranks.
+Those that treat every element by itself run on a rank's parts, without what DTensor takes for each op; some
+have no other way. Adafactor, which takes means over rows and columns, runs on full parameters, one at a time;
+its states are those of full parameters, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -22,7 +24,8 @@ from torch.optim.optimizer import (
 )
 
 from autoshard.errors import UsageError
-from autoshard.runtime.optim.optimizer_hooks import local
+from autoshard.runtime.optim.dropout_clock import is_followed
+from autoshard.runtime.optim.optimizer_hooks import local, parameters_in
 from autoshard.torch_adapters.dtensor import dtensor_like
 
 if TYPE_CHECKING:
@@ -30,22 +33,53 @@ if TYPE_CHECKING:
     from autoshard.runtime.runner import Runner
 
     #: parameters of a model, with what knows their parts
-    Ports = Mapping[nn.Parameter, tuple[Runner, Port]]
+    Ports = Mapping[torch.Tensor, tuple[Runner, Port]]
 
 _FULL = (torch.optim.Adafactor,)
 #: where transformers has its own
 _TRANSFORMERS = ("transformers.optimization", "Adafactor")
-_PARTS = (torch.optim.Rprop,)
-#: of which the fused form alone has no way
-_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
+#: that treat every element by itself
+_BY_ELEMENT = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
 
 
 def _kind(optimizer: Optimizer) -> Literal["", "parts", "full"]:
     cls = type(optimizer)
     if cls in _FULL or (cls.__module__, cls.__qualname__) == _TRANSFORMERS:
         return "full"
-    fused = cls in _FUSED and any(group.get("fused") for group in optimizer.param_groups)
-    return "parts" if cls in _PARTS or fused else ""
+    return "parts" if cls in _BY_ELEMENT else ""
+
+
+def _has_no_other_way(optimizer: Optimizer) -> bool:
+    """Whether DTensor stops it."""
+    cls = type(optimizer)
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return (
+        cls not in _BY_ELEMENT
+        or cls is torch.optim.Rprop
+        or (fused and cls in (torch.optim.SGD, torch.optim.Adagrad))
+    )
+
+
+def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
+    """What needs the optimizer's own step, "" for nothing."""
+    # args[0] is the optimizer
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        return "a closure"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "hooks around its step"
+    return "differentiable=True" if any(g.get("differentiable") for g in optimizer.param_groups) else ""
 
 
 def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> None:
@@ -54,33 +88,43 @@ def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> No
     Uses torch's hooks around optimizer steps, which go away with the model: the step is made before, and the
     optimizer's own finds no gradients. ports: of the model's parameters now.
     """
-    taken: WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = WeakKeyDictionary()
+    taken: WeakKeyDictionary[Optimizer, list[tuple[DTensor, torch.Tensor]]] = WeakKeyDictionary()
     owner = ref(model)
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         kind, module = _kind(optimizer), owner()
         if not kind or module is None:
             return
-        known = ports(module)
-        mine = [p for g in optimizer.param_groups for p in g["params"] if p in known and p.grad is not None]
+        # of any parallel model: whose hook comes first leaves no gradients to the others
+        mine = [
+            (p, p.grad)
+            for p in parameters_in(optimizer)
+            if isinstance(p, DTensor) and p.grad is not None and is_followed(p)
+        ]
+        if kind == "full":
+            known = ports(module)
+            mine = [(p, grad) for p, grad in mine if p in known]
         if not mine:
             return
-        # args[0] is the optimizer
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        why_not = _why_not(optimizer, args, kwargs)
+        if why_not and not _has_no_other_way(optimizer):
+            return
+        if why_not:
             raise UsageError(
-                f"{type(optimizer).__name__} steps with a closure on sharded parameters",
-                why="its step is made on plain tensors, before it is called",
-                hint="call backward, then step()",
+                f"{type(optimizer).__name__} has {why_not}",
+                why="on sharded parameters its step is made on plain tensors, before it is called",
+                hint="do what that does before or after step()",
             )
         with torch.no_grad():
             if kind == "parts":
                 _step_parts(optimizer, mine)
             else:
-                for p in mine:
+                for p, _ in mine:
                     _step_full(optimizer, p, *known[p])
-        taken[optimizer] = [(p, p.grad) for p in mine]
-        for p in mine:
+        taken[optimizer] = mine
+        for p, _ in mine:
             p.grad = None
+            increment_version(p)  # a call whose backward is yet to come sees that it was changed
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         for p, grad in taken.pop(optimizer, ()):
@@ -90,25 +134,25 @@ def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> No
         finalize(model, hook.remove)
 
 
-def _step_parts(optimizer: Optimizer, mine: list[nn.Parameter]) -> None:
-    plain = {p: nn.Parameter(local(p)) for p in mine}
-    for p, q in plain.items():
-        assert p.grad is not None
-        q.grad = local(p.grad)
-    states: dict[torch.Tensor, Any] = {
+def _step_parts(optimizer: Optimizer, mine: list[tuple[DTensor, torch.Tensor]]) -> None:
+    plain: dict[DTensor, nn.Parameter] = {}
+    for p, grad in mine:
+        plain[p] = nn.Parameter(local(p))
+        plain[p].grad = local(grad)
+    given = {
         q: {key: local(x) if isinstance(x, DTensor) else x for key, x in optimizer.state[p].items()}
         for p, q in plain.items()
     }
-    found = _stepped(optimizer, plain, states)
+    found = _stepped(optimizer, plain, {q: dict(state) for q, state in given.items()})
     for p, q in plain.items():
         for key, x in found[q].items():
-            of_elements = isinstance(x, torch.Tensor) and x.dim() and x.shape == q.shape
-            if not of_elements or key not in optimizer.state[p]:
-                optimizer.state[p][key] = dtensor_like(p, x) if of_elements else x  # type: ignore[arg-type]
+            if x is not given[q].get(key):  # others were changed in place
+                of_elements = isinstance(x, torch.Tensor) and x.dim() and x.shape == q.shape
+                optimizer.state[p][key] = dtensor_like(p, x) if of_elements else x
 
 
-def _step_full(optimizer: Optimizer, p: nn.Parameter, runner: Runner, port: Port) -> None:
-    assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+def _step_full(optimizer: Optimizer, p: DTensor, runner: Runner, port: Port) -> None:
+    assert isinstance(p.grad, DTensor)
     q = nn.Parameter(p.full_tensor().detach().clone())
     q.grad = p.grad.full_tensor()
     optimizer.state[p] = _stepped(optimizer, {p: q}, {q: optimizer.state[p]})[q]
@@ -116,7 +160,7 @@ def _step_full(optimizer: Optimizer, p: nn.Parameter, runner: Runner, port: Port
 
 
 def _stepped(
-    optimizer: Optimizer, plain: Mapping[nn.Parameter, nn.Parameter], states: Mapping[torch.Tensor, Any]
+    optimizer: Optimizer, plain: Mapping[DTensor, nn.Parameter], states: Mapping[torch.Tensor, Any]
 ) -> Any:
     """The states after a step of an optimizer of the same kind. plain: in place of its parameters."""
     other = copy.copy(optimizer)  # without hooks, and without what schedulers put on the instance
