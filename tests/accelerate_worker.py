@@ -18,7 +18,7 @@ from leaving import leave
 from torch.utils.data import DataLoader
 
 import autoshard
-from autoshard.interop.trainer import ReplicatedAccelerator
+from autoshard.interop.accelerator import ReplicatedAccelerator
 
 
 def rows() -> list[dict[str, torch.Tensor]]:

@@ -1,90 +1,31 @@
 """transformers' Trainer for models that `autoshard.parallelize` gave.
 
-All ranks are one program: each reads the same batches, and the model computes its part of them. To Trainer
-and Accelerate that is what tensor-parallel ranks do, so batches are not divided, losses not scaled by the
-number of processes, and the model is wrapped in nothing. Tried with transformers 5.24 and accelerate 1.15.
+Its Accelerator is a `ReplicatedAccelerator`; losses are not scaled by the number of processes. Tried with
+transformers 5.24.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils.data import DataLoader
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from autoshard.errors import UsageError
+from autoshard.interop.accelerator import ReplicatedAccelerator
 from autoshard.runtime.module import ParallelModule
-from autoshard.runtime.optim.clip import clip_grad_norm_
 from autoshard.runtime.saving import full_state
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-class ReplicatedAccelerator(Accelerator):
-    """An Accelerator whose processes all have the same batches."""
-
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model as it is, if it is parallel."""
-        if not isinstance(model, ParallelModule):
-            prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
-            return prepared
-        if model not in self._models:
-            self._models.append(model)
-        return model
-
-    def prepare_data_loader(
-        self,
-        data_loader: DataLoader[Any],
-        device_placement: bool | None = None,
-        slice_fn_for_dispatch: Any = None,
-    ) -> DataLoader[Any]:
-        """A loader of all rows on every rank, in one order."""
-        place = self.device_placement if device_placement is None else device_placement
-        prepared: DataLoader[Any] = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=place,
-            rng_types=self.rng_types.copy(),
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.dataloader_config.data_seed,
-            non_blocking=self.non_blocking,
-        )
-        self._dataloaders.append(prepared)
-        return prepared
-
-    def gather(self, tensor: Any) -> Any:
-        """What this rank has, which all have."""
-        return tensor
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """What this rank has, which all have."""
-        return tensor
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Gradients are added up as they come."""
-        return nullcontext()
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> torch.Tensor:
-        """The norm of all gradients, before they are clipped."""
-        self.unscale_gradients()
-        return clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 class Trainer(transformers.Trainer):

@@ -166,8 +166,8 @@ class _NotForAccelerate:
         raise UsageError(
             "Accelerate would wrap the model in DistributedDataParallel",
             why="its parameters are sharded, and the model exchanges what ranks have to by itself",
-            hint="use Trainer or ReplicatedAccelerator of autoshard.interop.trainer, or prepare only the "
-            "optimizer and the data",
+            hint="use autoshard.interop.trainer.Trainer or autoshard.interop.accelerator."
+            "ReplicatedAccelerator, or prepare only the optimizer and the data",
         )
 
 

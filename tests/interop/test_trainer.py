@@ -18,10 +18,10 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 
 
 @cache
-def results_of(mesh: str) -> dict[str, Any]:
+def results_of(mesh: str, script: str = "trainer_worker.py") -> Any:
     folder = Path(mkdtemp())
-    run_ranks([str(HERE / "trainer_worker.py"), mesh, str(folder)], ranks=4 if mesh else 1)
-    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+    run_ranks([str(HERE / script), mesh, str(folder)], ranks=4 if mesh else 1)
+    return json.loads((folder / "found.json").read_text())
 
 
 def close(one: Any, other: Any, where: str = "") -> None:
@@ -33,6 +33,8 @@ def close(one: Any, other: Any, where: str = "") -> None:
         assert len(one) == len(other), where
         for number, pair in enumerate(zip(one, other, strict=True)):
             close(*pair, f"{where} {number}")
+    elif isinstance(one, str):
+        assert one == other, where
     else:
         assert one == pytest.approx(other, rel=2e-4, abs=1e-5), where
 
@@ -46,6 +48,14 @@ def test_training_logs_evaluates_saves_and_resumes_as_on_one_process(mesh: str) 
         for row in wanted["log"]:
             row.pop("eval_accuracy", None)  # a pipeline has no outputs
     assert len(wanted["log"]) == 6 and len(wanted.get("resumed", range(9))) == 9
+    close(here, wanted)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2"])
+def test_accelerate_trains_saves_and_loads_as_on_one_process(mesh: str) -> None:
+    wanted, here = (results_of(each, "accelerate_worker.py") for each in ("", mesh))
+    # three epochs of seven batches, four of which are followed by a step, and a count
+    assert len(wanted) == 3 * (7 + 4 + 1) + 1
     close(here, wanted)
 
 
