@@ -61,6 +61,11 @@ def emptied(plain: nn.Module, folder: Path, mesh: str) -> None:
     parallel = autoshard.parallelize(on_meta(plain), mesh, example_inputs=batch(8, 16))
     parallel.to_empty(device="cpu")
     refused(lambda: step(parallel), "has no values")
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for p in parallel.parameters():
+            p.to_local().normal_(std=0.02)
+    refused(lambda: step(parallel), "different weights")
     parallel.load_state_dict(plain.state_dict(), strict=not parallel.is_pipeline)
     same_as(plain, parallel)
 

@@ -35,7 +35,7 @@ from autoshard.runtime.runner import Runner
 from autoshard.runtime.said import say_once
 from autoshard.runtime.sized_programs import LARGER, SizedPrograms
 from autoshard.runtime.stepper import Stepper
-from autoshard.runtime.weights import check_written
+from autoshard.runtime.weights import check_replicas, check_written
 
 
 @dataclass(eq=False)
@@ -99,6 +99,8 @@ class ProgramFamily:
         self.parts: bool | None = None
         #: versions of tensors that got memory without values, by name, until the first call
         self.unwritten: Mapping[str, int] = {}
+        #: whether the model was on the meta device, and was given values
+        self.filled = False
         #: programs in whose place there is one for the gradients of all outputs
         self._replaced: dict[Runner, BoundProgram] = {}
         #: structure of arguments, positions of numbers in it that the code does not take as tensors
@@ -151,6 +153,8 @@ class ProgramFamily:
         if self.built is not None:
             check_written(module)
             check_first_call(runner, module, self.built, leaves)
+            if self.filled:
+                check_replicas(module)
             self.built, self.parts = None, gives_parts(runner, leaves)
         return leaves, self._rows(runner, rows)
 

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import UsageError
 from autoshard.ir.joint import Port
 from autoshard.ir.placement import local_shape
+from autoshard.runtime.checks.agreement import any_rank, hash_of
+from autoshard.runtime.groups import all_equal
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
 from autoshard.runtime.runner import Runner
@@ -72,6 +74,31 @@ def check_written(module: nn.Module) -> None:
                 hint='autoshard.load_weights(model, "FOLDER"); of a buffer that no checkpoint has: '
                 "accelerate.init_empty_weights() leaves buffers their values",
             )
+
+
+def check_replicas(module: nn.Module) -> None:
+    """UsageError, on all ranks, if ranks that have the same parts of weights have other values; collective.
+
+    Of weights that a model on the meta device was given: ranks may have read other files, or drawn other
+    numbers.
+    """
+    table = _Table(module)
+    runner = table.runners[0]
+    differ = []
+    for axis in range(runner.mesh.ndim):
+        alike = [
+            local(x)
+            for _, x in sorted(table.tensors.items())
+            if isinstance(x, DTensor) and x.placements[axis].is_replicate()
+        ]
+        if not all_equal([runner.mesh.get_group(axis)], hash_of(*alike), runner.device):
+            differ.append(runner.shape.names[axis])
+    if any_rank(runner, bool(differ)):
+        raise UsageError(
+            f"ranks have different weights{' along ' + ', '.join(differ) if differ else ''}",
+            why="what was loaded or drawn into the model is not the same on all ranks",
+            hint="load the same files on all ranks, or set one seed before weights are drawn",
+        )
 
 
 def _part(whole: torch.Tensor, runner: Runner, port: Port) -> torch.Tensor:
@@ -138,6 +165,7 @@ class _Table:
         """Optimizers and pipeline stages go on with the parameters that the module has now."""
         if not self._new:
             return
+        self.module._autoshard_family.filled = True
         follow_parameters(self.module, self._new)
         keep_blocks(self.module)
         self.runners[0].clock.follow(self._new.values())

@@ -91,6 +91,7 @@ def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> No
     taken: WeakKeyDictionary[Optimizer, list[tuple[DTensor, torch.Tensor]]] = WeakKeyDictionary()
     owner = ref(model)
 
+    @torch.compiler.disable
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         kind, module = _kind(optimizer), owner()
         if not kind or module is None:
@@ -126,6 +127,7 @@ def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> No
             p.grad = None
             increment_version(p)  # a call whose backward is yet to come sees that it was changed
 
+    @torch.compiler.disable
     def after(optimizer: Optimizer, *_: Any) -> None:
         for p, grad in taken.pop(optimizer, ()):
             p.grad = grad
