@@ -42,15 +42,26 @@ def written(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def start(folder: Path, mesh: str, ranks: int, steps: int, waiting: str) -> subprocess.Popen[str]:
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--max-restarts", RESTARTS]
-    words += ["--master-addr", "127.0.0.1", "--master-port", free_port(), HERE / "restart_worker.py"]
-    words += [folder, mesh, steps, waiting]
+def start(
+    folder: Path, mesh: str, ranks: int, steps: int, waiting: str, nodes: int
+) -> list[subprocess.Popen[str]]:
+    """torchrun, once for each node, all of them on this machine."""
+    port = free_port()
     paths = os.pathsep.join([str(HERE.parent), str(HERE)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    log = (folder / "log").open("a")
-    command = [sys.executable, *map(str, words)]
-    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=folder)
+    jobs = []
+    for node in range(nodes):
+        words = ["-m", "torch.distributed.run", "--nnodes", nodes, "--node-rank", node]
+        words += ["--nproc-per-node", ranks // nodes, "--max-restarts", RESTARTS]
+        words += ["--master-addr", "127.0.0.1", "--master-port", port, HERE / "restart_worker.py"]
+        command = [sys.executable, *map(str, [*words, folder, mesh, steps, waiting])]
+        with (folder / "log").open("a") as log:
+            jobs.append(
+                subprocess.Popen(
+                    command, env=env, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=folder
+                )
+            )
+    return jobs
 
 
 def pids(folder: Path, ranks: int) -> list[int]:
@@ -60,21 +71,29 @@ def pids(folder: Path, ranks: int) -> list[int]:
 
 
 def killed(
-    folder: Path, mesh: str, ranks: int, steps: int, kills: int, seed: int, waiting: str = "wait"
+    folder: Path,
+    mesh: str,
+    ranks: int,
+    steps: int,
+    kills: int,
+    seed: int,
+    waiting: str = "wait",
+    nodes: int = 1,
 ) -> int:
     """Train to the end, with ranks killed on the way. Returns how often one was."""
     draw, done = random.Random(seed), 0
     # before the first step, or once there are more
     early, seen = False, 0
     deadline = time.monotonic() + 240 * (kills + 1)
-    job = start(folder, mesh, ranks, steps, waiting)
+    jobs = start(folder, mesh, ranks, steps, waiting, nodes)
     try:
         while time.monotonic() < deadline:
-            if job.poll() is not None:
-                if job.returncode == 0 and max(losses_of(folder), default=-1) == steps - 1:
+            if all(job.poll() is not None for job in jobs):
+                ended = all(job.returncode == 0 for job in jobs)
+                if ended and max(losses_of(folder), default=-1) == steps - 1:
                     return done
                 # all restarts are used up, as a scheduler would see it
-                job = start(folder, mesh, ranks, steps, waiting)
+                jobs = start(folder, mesh, ranks, steps, waiting, nodes)
             there = pids(folder, ranks)
             if there and done < kills and (early or written(folder) > seen):
                 time.sleep(draw.uniform(0.0, 3.0 if early else 1.0))
@@ -90,9 +109,10 @@ def killed(
             time.sleep(0.05)
         raise TimeoutError((folder / "log").read_text()[-4000:])
     finally:
-        if job.poll() is None:
-            job.terminate()
-            job.wait(60)
+        for job in jobs:
+            if job.poll() is None:
+                job.terminate()
+                job.wait(60)
 
 
 def main() -> None:
@@ -101,12 +121,13 @@ def main() -> None:
     parser.add_argument("--mesh", default="dp=2,tp=2")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=1, help="that torchrun is started for, here")
     parser.add_argument("--go-on", action="store_true", help="while checkpoints are written")
     given = parser.parse_args()
     waiting = "go on" if given.go_on else "wait"
     with tempfile.TemporaryDirectory() as peace, tempfile.TemporaryDirectory() as war:
         killed(Path(peace), given.mesh, 4, given.steps, 0, given.seed)
-        done = killed(Path(war), given.mesh, 4, given.steps, given.kills, given.seed, waiting)
+        done = killed(Path(war), given.mesh, 4, given.steps, given.kills, given.seed, waiting, given.nodes)
         one, other = losses_of(Path(peace)), losses_of(Path(war))
         runs = sum(1 for _ in (Path(war) / "losses").open())
     same = sum(one[k] == other[k] for k in one)

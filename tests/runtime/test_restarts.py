@@ -20,13 +20,13 @@ from autoshard.runtime.checkpoints import Checkpoints
 from autoshard.runtime.groups import _token
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
-def test_losses_of_a_run_whose_ranks_are_killed(mesh: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mesh", "nodes"), [("dp=2,tp=2", 1), ("pp=2,dp=2", 1), ("dp=2,tp=2", 2)])
+def test_losses_of_a_run_whose_ranks_are_killed(mesh: str, nodes: int, tmp_path: Path) -> None:
     peace, war = tmp_path / "peace", tmp_path / "war"
     peace.mkdir()
     war.mkdir()
     killed(peace, mesh, 4, 30, 0, seed=0)
-    assert killed(war, mesh, 4, 30, 2, seed=0, waiting="go on") == 2
+    assert killed(war, mesh, 4, 30, 2, seed=0, waiting="go on", nodes=nodes) == 2
     assert losses_of(war) == losses_of(peace)
 
 
