@@ -315,7 +315,7 @@ def main() -> None:
         hooks(mesh)
         ranks_given_different_things(mesh)
         a_batch_of_each_rank(mesh)
-    for mesh in ("dp=2,tp=2", "fsdp=4"):
+    for mesh in ("dp=2,tp=2", *(["fsdp=4"] if all_cases() else [])):
         losses_beside_the_loss(mesh)
     ways: list[Callable[[], None]] = [
         attributes,
@@ -327,7 +327,7 @@ def main() -> None:
         frozen_and_not,
         code_that_asks_for_gradients,
     ]
-    for number in sampled(range(len(ways)), 2):
+    for number in sampled(range(len(ways)), 3):
         ways[number]()
     model = autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())
     assert {timeout_of(g) for g in model._autoshard.axis_groups} == {77.0}
