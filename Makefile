@@ -38,7 +38,11 @@ test: style ## lint and the tests, types beside the first of them
 	exit $$code
 
 test-all: export AUTOSHARD_ALL_CASES := 1
-test-all: test ## all cases of the long tests, half an hour
+test-all: .venv/.trainers test ## all cases of the long tests, half an hour
+
+.venv/.trainers: pyproject.toml $(STAMP)
+	$(PIP) install --quiet --constraint .venv/constraints.txt --editable '.[trainers]' $(PIP_ARGS)
+	@touch $@
 
 quick: $(STAMP) ## the fast tests, about a minute
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests $(PYTEST_ARGS)

@@ -84,8 +84,8 @@ class ReplicatedAccelerator(Accelerator):
         """Of a parallel model, the full weights on the first rank. Collective."""
         if isinstance(model, ParallelModule):
             return full_state(model)
-        found: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
-        return found
+        state: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
+        return state
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
         """As Accelerate's; of a parallel model and its optimizers, a folder that any mesh loads."""

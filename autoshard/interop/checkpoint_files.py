@@ -58,8 +58,8 @@ def tensors_of(source: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Non
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
     """What torch.save wrote, read where it is used."""
-    found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return found
+    tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return tensors
 
 
 class _Loaded:
@@ -105,9 +105,9 @@ class _SafeTensors:
         path = self._files[name]
         if path != self._path or self._bytes >= _MAPPED:
             self._open, self._path, self._bytes = safe_open(path, framework="pt"), path, 0
-        found: torch.Tensor = self._open.get_tensor(name)
-        self._bytes += found.nbytes
-        return found
+        tensor: torch.Tensor = self._open.get_tensor(name)
+        self._bytes += tensor.nbytes
+        return tensor
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -63,11 +63,11 @@ def conversions(model: nn.Module, known: Iterable[str], given: Iterable[str]) ->
     import transformers
 
     there: Mapping[str, bool] = dict.fromkeys(known, True)
-    found: dict[str, Conversion] = {}
+    table: dict[str, Conversion] = {}
     if not isinstance(model, transformers.PreTrainedModel):
         for name in given:
-            found[name] = Conversion([name])
-        return found
+            table[name] = Conversion([name])
+        return table
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -85,11 +85,11 @@ def conversions(model: nn.Module, known: Iterable[str], given: Iterable[str]) ->
         target, pattern = rename_source_key(name, renamings, converters, prefix, there)
         if target not in there and name in there:
             target, pattern = rename_source_key(name, [], [], prefix, there)
-        each = found.setdefault(
+        each = table.setdefault(
             target, Conversion(transform=None if pattern is None else of_pattern[pattern])
         )
         each.add(name, pattern)
-    return found
+    return table
 
 
 @torch.no_grad()

@@ -28,12 +28,17 @@ from autoshard.runtime.saving import full_state
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-class Trainer(transformers.Trainer):
-    """`transformers.Trainer` for a parallel model, under torchrun.
+#: stands for the class that comes after it
+_Trainer: Any = object
 
-    Args are those of `transformers.Trainer`. ``per_device_train_batch_size`` is the sequences of a step over
-    all ranks. With a ``pp`` axis, a batch is a step of the pipeline. Checkpoints are those of one process:
-    any number of ranks, or plain transformers, reads them.
+
+class ParallelTrainer(_Trainer):
+    """What makes a Trainer one of parallel models, under torchrun: put it before any subclass of
+    `transformers.Trainer`, as ``class Finetuning(ParallelTrainer, trl.SFTTrainer)``.
+
+    Args are those of the other class. ``per_device_train_batch_size`` is the sequences of a step over all
+    ranks. With a ``pp`` axis, a batch is a step of the pipeline. Checkpoints are those of one process: any
+    number of ranks, or plain transformers, reads them.
 
     Raises UsageError for a model that is not parallel.
     """
@@ -133,3 +138,7 @@ class Trainer(transformers.Trainer):
         found = getattr(self.optimizer, "optimizer", self.optimizer)
         assert isinstance(found, torch.optim.Optimizer)
         return found
+
+
+class Trainer(ParallelTrainer, transformers.Trainer):
+    """`transformers.Trainer` for a parallel model: see `ParallelTrainer`."""

@@ -106,10 +106,10 @@ def _adapter_names(module: Any, kwargs: dict[str, Any]) -> Collection[str] | Non
     known = {id(x): n for n, x in shapes.items()}
     embeddings = kwargs.get("save_embedding_layers", "auto")
     adapters = kwargs.get("selected_adapters") or list(module.peft_config)
-    found: set[str] = set()
+    names: set[str] = set()
     for adapter in adapters:
         kept = get_peft_model_state_dict(
             module, state_dict=shapes, adapter_name=adapter, save_embedding_layers=embeddings
         )
-        found |= {known[id(x)] for x in kept.values() if id(x) in known}
-    return found
+        names |= {known[id(x)] for x in kept.values() if id(x) in known}
+    return names

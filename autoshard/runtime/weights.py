@@ -37,8 +37,8 @@ def fill(module: ParallelModule, values: Iterable[tuple[str, torch.Tensor]]) -> 
             those of other pipeline ranks are left.
     """
     table = _Table(module)
-    for name, whole in values:
-        table.set(name, partial(_part, whole), partial(_like, whole.detach(), table.device))
+    for name, full in values:
+        table.set(name, partial(_part, full), partial(_like, full.detach(), table.device))
     table.follow()
 
 
@@ -101,8 +101,8 @@ def check_replicas(module: nn.Module) -> None:
         )
 
 
-def _part(whole: torch.Tensor, runner: Runner, port: Port) -> torch.Tensor:
-    return runner.part_of(whole, port)
+def _part(full: torch.Tensor, runner: Runner, port: Port) -> torch.Tensor:
+    return runner.part_of(full, port)
 
 
 def _like(x: torch.Tensor, device: torch.device, old: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,14 @@ def test_accelerate_trains_saves_and_loads_as_on_one_process(mesh: str) -> None:
     close(here, wanted)
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2"])
+def test_trl_finetunes_as_on_one_process(mesh: str) -> None:
+    pytest.importorskip("trl", reason="make test-all installs it")
+    wanted, here = (results_of(each, "sft_worker.py") for each in ("", mesh))
+    assert len(wanted) == 8
+    close(here, wanted)
+
+
 def test_a_model_that_is_not_parallel_is_refused() -> None:
     from autoshard.interop.trainer import Trainer
 

@@ -145,9 +145,9 @@ def _step_parts(optimizer: Optimizer, mine: list[tuple[DTensor, torch.Tensor]]) 
         q: {key: local(x) if isinstance(x, DTensor) else x for key, x in optimizer.state[p].items()}
         for p, q in plain.items()
     }
-    found = _stepped(optimizer, plain, {q: dict(state) for q, state in given.items()})
+    states = _stepped(optimizer, plain, {q: dict(state) for q, state in given.items()})
     for p, q in plain.items():
-        for key, x in found[q].items():
+        for key, x in states[q].items():
             if x is not given[q].get(key):  # others were changed in place
                 of_elements = isinstance(x, torch.Tensor) and x.dim() and x.shape == q.shape
                 optimizer.state[p][key] = dtensor_like(p, x) if of_elements else x
