@@ -62,6 +62,15 @@ def batch(rows: int, length: int, seed: int = 1, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone(), **more}
 
 
+def backward(model: nn.Module, kwargs: dict[str, Any]) -> float:
+    """Forward and backward of a step, of a pipeline too; its loss."""
+    if getattr(model, "is_pipeline", False):
+        return float(model.train_step(kwargs))  # type: ignore[operator]
+    loss = model(**kwargs).loss
+    loss.backward()
+    return float(full(loss.detach()))
+
+
 def full(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 

@@ -17,7 +17,6 @@ os.environ.update(
 )
 
 import gc
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +163,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
     for item in gpu_items:
         item.add_marker(skip)
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port of this machine that nothing listened on a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from calls_worker import batch, build, full
+from calls_worker import backward, batch, build
 from leaving import leave
 from torch import nn
 
 import autoshard
 
 
-def made(name: str, mesh: str, folder: Path) -> tuple[nn.Module, Any, Any]:
+def with_checkpoints(name: str, mesh: str, folder: Path) -> tuple[nn.Module, Any, Any]:
     model = autoshard.parallelize(build(name), mesh, example_inputs=batch(8, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, autoshard.Checkpoints(folder, model, optimizer)
@@ -30,13 +30,7 @@ def made(name: str, mesh: str, folder: Path) -> tuple[nn.Module, Any, Any]:
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
     losses = []
     for _ in range(count):
-        kwargs = batch(8, 16, int(torch.randint(1000, ())))
-        if model.is_pipeline:
-            losses.append(float(model.train_step(kwargs)))
-        else:
-            loss = model(**kwargs).loss
-            loss.backward()
-            losses.append(float(full(loss.detach())))
+        losses.append(backward(model, batch(8, 16, int(torch.randint(1000, ())))))
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -48,7 +42,7 @@ def main() -> None:
     ranks = dist.get_world_size()
     for mesh in meshes:
         torch.manual_seed(0)
-        model, optimizer, checkpoints = made(name, mesh, folder / f"{ranks} {mesh}")
+        model, optimizer, checkpoints = with_checkpoints(name, mesh, folder / f"{ranks} {mesh}")
         steps(model, optimizer, 2)
         checkpoints.save(2, wait=mesh != meshes[0])
         wanted = steps(model, optimizer, 2)
@@ -60,7 +54,7 @@ def main() -> None:
         wanted = json.loads(saved.read_text())
         for mesh in meshes:
             torch.manual_seed(1)
-            model, optimizer, checkpoints = made(name, mesh, saved.with_suffix(""))
+            model, optimizer, checkpoints = with_checkpoints(name, mesh, saved.with_suffix(""))
             assert checkpoints.load() == 2
             losses = steps(model, optimizer, 2)
             worst = max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from calls_worker import batch, build, full
+from calls_worker import backward, batch, build, full
 from leaving import leave
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
@@ -30,8 +30,8 @@ def adapted(config: Any = None, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None:
         model.to(dtype)
     torch.manual_seed(1)
-    made: nn.Module = get_peft_model(model, config or LoraConfig(**LORA, init_lora_weights=False))
-    return made
+    model = get_peft_model(model, config or LoraConfig(**LORA, init_lora_weights=False))
+    return model
 
 
 class Pair:
@@ -58,11 +58,7 @@ class Pair:
         for model in self.both:
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
             for k in range(steps):
-                kwargs = batch(8, 16, seed=k)
-                if model is self.parallel and model.is_pipeline:
-                    model.train_step(kwargs)
-                else:
-                    model(**kwargs).loss.backward()
+                backward(model, batch(8, 16, seed=k))
                 assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
                 optimizer.step()
                 optimizer.zero_grad()

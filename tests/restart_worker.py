@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from calls_worker import batch, build, full
+from calls_worker import backward, batch, build
 from leaving import leave
 
 import autoshard
@@ -31,12 +31,7 @@ def main() -> None:
     for step in range(checkpoints.load(), steps):
         # the order of the data follows the random numbers
         seed = int(torch.randint(1000, ()))
-        if model.is_pipeline:
-            loss = float(model.train_step(batch(8, 16, seed)))
-        else:
-            out = model(**batch(8, 16, seed)).loss
-            out.backward()
-            loss = float(full(out.detach()))
+        loss = backward(model, batch(8, 16, seed))
         autoshard.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from calls_worker import batch, build, full
+from calls_worker import backward, batch, build, full
 from leaving import leave
 from torch import nn
 
@@ -43,7 +43,7 @@ def same_as(plain: nn.Module, parallel: nn.Module) -> None:
 def loaded(plain: nn.Module, folder: Path, mesh: str) -> None:
     parallel = autoshard.parallelize(on_meta(plain), mesh, example_inputs=batch(8, 16))
     assert all(p.is_meta for p in parallel.parameters())
-    refused(lambda: step(parallel), "has no values")
+    refused(lambda: backward(parallel, batch(8, 16)), "has no values")
     found = autoshard.load_weights(parallel, folder)
     assert not found.missing_keys and not found.unexpected_keys
     same_as(plain, parallel)
@@ -60,12 +60,12 @@ def emptied(plain: nn.Module, folder: Path, mesh: str) -> None:
     """Memory without values is refused; with a state dict loaded, it is the model."""
     parallel = autoshard.parallelize(on_meta(plain), mesh, example_inputs=batch(8, 16))
     parallel.to_empty(device="cpu")
-    refused(lambda: step(parallel), "has no values")
+    refused(lambda: backward(parallel, batch(8, 16)), "has no values")
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
         for p in parallel.parameters():
             p.to_local().normal_(std=0.02)
-    refused(lambda: step(parallel), "different weights")
+    refused(lambda: backward(parallel, batch(8, 16)), "different weights")
     parallel.load_state_dict(plain.state_dict(), strict=not parallel.is_pipeline)
     same_as(plain, parallel)
 
@@ -76,8 +76,8 @@ def trains(plain: nn.Module, folder: Path, mesh: str) -> None:
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (parallel, plain))
     autoshard.load_weights(parallel, folder)
     for _ in range(2):
-        step(parallel)
-        plain(**batch(8, 16)).loss.backward()
+        backward(parallel, batch(8, 16))
+        backward(plain, batch(8, 16))
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -128,13 +128,6 @@ def little_memory(folder: Path) -> None:
         flush=True,
     )
     assert grown < bytes_ / 4 + 3 * largest, grown
-
-
-def step(parallel: nn.Module) -> None:
-    if parallel.is_pipeline:
-        parallel.train_step(batch(8, 16))
-    else:
-        parallel(**batch(8, 16)).loss.backward()
 
 
 def refused(call: Callable[[], Any], what: str) -> None:

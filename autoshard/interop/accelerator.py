@@ -16,18 +16,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader
 
 from autoshard.runtime.module import ParallelModule
 from autoshard.runtime.optim.clip import clip_grad_norm_
 from autoshard.runtime.optim.optimizer_hooks import parameters_in
 from autoshard.runtime.saving import full_state
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+from autoshard.runtime.training_state import load_training_state, save_training_state
 
 
 class ReplicatedAccelerator(Accelerator):
@@ -92,10 +87,7 @@ class ReplicatedAccelerator(Accelerator):
         with self._without_parallel() as pairs:
             path: str = super().save_state(output_dir, **kwargs)
         for number, (model, optimizers) in enumerate(pairs):
-            state = dict(
-                zip(("model", "optimizer"), get_state_dict(model, optimizers, options=_FLAT), strict=True)
-            )
-            save(state, storage_writer=FileSystemWriter(Path(path) / f"parallel_{number}"))
+            save_training_state(Path(path) / f"parallel_{number}", model, optimizers)
         return path
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
@@ -103,12 +95,8 @@ class ReplicatedAccelerator(Accelerator):
         with self._without_parallel() as pairs:
             super().load_state(input_dir, **kwargs)
         for number, (model, optimizers) in enumerate(pairs):
-            ours, theirs = get_state_dict(model, optimizers, options=_FLAT)
-            load(
-                {"model": ours, "optimizer": theirs},
-                storage_reader=FileSystemReader(Path(input_dir or self.project_dir) / f"parallel_{number}"),
-            )
-            set_state_dict(model, optimizers, model_state_dict=ours, optim_state_dict=theirs, options=_FLAT)
+            path = Path(input_dir or self.project_dir) / f"parallel_{number}"
+            load_training_state(path, model, optimizers)
 
     @contextmanager
     def _without_parallel(self) -> Iterator[list[tuple[ParallelModule, list[torch.optim.Optimizer]]]]:

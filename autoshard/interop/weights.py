@@ -114,7 +114,7 @@ class _Checkpoint:
         #: of all pipeline ranks
         ports = {p.target: p.type.shape for p in signature.ports if p.kind in ("param", "buffer")}
         self.tied = dict(signature.tied)
-        unsaved = set(model._non_persistent_buffers_set)
+        unsaved = set[str]()
         for prefix, module in model.named_modules():
             unsaved |= {f"{prefix}.{key}".lstrip(".") for key in module._non_persistent_buffers_set}
         shapes = {**{n: tuple(x.shape) for n, x in self._here()}, **ports}

@@ -20,15 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from autoshard.errors import UsageError
+from autoshard.runtime.groups import device_here, world_device_type
+from autoshard.runtime.training_state import load_training_state, save_training_state, training_state
 
-#: for pipelines, whose ranks have the states of other parameters
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _COMPLETE = ".metadata"
 _REST = "rest.pt"
 
@@ -70,7 +68,7 @@ class Checkpoints:
 
     def should_stop(self) -> bool:
         """Whether a rank was asked to end, by SIGTERM."""
-        flag = torch.tensor(int(self._stop), device=_device())
+        flag = torch.tensor(int(self._stop), device=device_here(world_device_type()))
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
@@ -89,15 +87,13 @@ class Checkpoints:
             path.mkdir(parents=True)
             torch.save(rest, path / _REST)
         dist.barrier()
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
-        state = {"model": model, "optimizer": optimizer}
-        writer = FileSystemWriter(path)
         if wait:
-            save(state, storage_writer=writer)
+            save_training_state(path, self.model, self.optimizer)
             self._remove_old()
             return
         if self._group is None:  # of its own: its messages go beside those of the training
             self._group = dist.new_group(backend="gloo")
+        state, writer = training_state(self.model, self.optimizer), FileSystemWriter(path)
         writing = async_save(state, storage_writer=writer, process_group=self._group)
         assert isinstance(writing, Future)
         self._writing = writing
@@ -123,16 +119,7 @@ class Checkpoints:
         if not step:
             return 0
         path = self.folder / f"step-{step}"
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        load(state, storage_reader=FileSystemReader(path))
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_OPTIONS,
-        )
+        load_training_state(path, self.model, self.optimizer)
         self._set_rest(torch.load(path / _REST, weights_only=False))
         return step
 
@@ -176,8 +163,3 @@ class Checkpoints:
             torch.cuda.set_rng_state(device)
         if rest["dropout_step"] is not None and hasattr(self.model, "dropout_step"):
             self.model.dropout_step = rest["dropout_step"]
-
-
-def _device() -> torch.device:
-    """Of the tensors that ranks send each other."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

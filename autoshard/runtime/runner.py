@@ -267,11 +267,7 @@ class Runner:
 
     def part_of(self, x: torch.Tensor, port: Port) -> torch.Tensor:
         """The rank's part of a full parameter, of any type, in the type that the program takes."""
-        return self._part(x, port).to(self.dtype_of(port))
-
-    @staticmethod
-    def dtype_of(port: Port) -> torch.dtype:
-        return torch_dtype(port.type.dtype)
+        return self._part(x, port).to(torch_dtype(port.type.dtype))
 
     def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
         """The rank's part of a parameter, copied to where parameters live."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +18,11 @@ from autoshard.runtime.groups import all_equal
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
 from autoshard.runtime.runner import Runner
+from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.hooks import carry_tensor_hooks
 
 if TYPE_CHECKING:
     from autoshard.runtime.module import ParallelModule
-
-#: rank's part of a parameter of a program; what a tensor that no program shards becomes
-_OfPort = Callable[[Runner, Port], torch.Tensor]
-_OfPlain = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fill(module: ParallelModule, values: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -38,7 +34,7 @@ def fill(module: ParallelModule, values: Iterable[tuple[str, torch.Tensor]]) -> 
     """
     table = _Table(module)
     for name, full in values:
-        table.set(name, partial(_part, full), partial(_like, full.detach(), table.device))
+        table.set(name, full)
     table.follow()
 
 
@@ -47,7 +43,7 @@ def to_empty(module: ParallelModule) -> None:
     table = _Table(module)
     for name, tensor in table.tensors.items():
         if tensor.is_meta:
-            table.set(name, _empty_part, lambda old: torch.empty_like(old, device=table.device))
+            table.set(name, None)
     table.follow()
     fresh = {n: x for n, x in _Table(module).tensors.items() if table.tensors[n].is_meta}
     module._autoshard_family.unwritten = {n: _writes(x) for n, x in fresh.items()}
@@ -101,22 +97,13 @@ def check_replicas(module: nn.Module) -> None:
         )
 
 
-def _part(full: torch.Tensor, runner: Runner, port: Port) -> torch.Tensor:
-    return runner.part_of(full, port)
-
-
-def _like(x: torch.Tensor, device: torch.device, old: torch.Tensor) -> torch.Tensor:
-    return x.to(device, old.dtype, copy=True)
-
-
 def _writes(x: torch.Tensor) -> int:
     return x._version + local(x)._version if isinstance(x, DTensor) else x._version
 
 
 def _empty_part(runner: Runner, port: Port) -> torch.Tensor:
-    layout = runner.program.lowered.values[port.name].layout
-    shape = local_shape(port.type.shape, layout, runner.shape.sizes, runner.coords)
-    return torch.empty(shape, dtype=runner.dtype_of(port), device=runner.device)
+    shape = local_shape(port.type.shape, runner.layout(port), runner.shape.sizes, runner.coords)
+    return torch.empty(shape, dtype=torch_dtype(port.type.dtype), device=runner.device)
 
 
 class _Table:
@@ -128,9 +115,8 @@ class _Table:
         self.device = self.runners[0].device
         self.ports = {p.target: (r, p) for r in reversed(self.runners) for p in r.params}
         self.tied = {alias: owner for r in self.runners for alias, owner in r.program.signature.tied}
-        parameters = dict(module.named_parameters(remove_duplicate=False))
         self.tensors: dict[str, torch.Tensor] = {
-            **parameters,
+            **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),
         }
         self._names: dict[int, list[str]] = defaultdict(list)
@@ -139,17 +125,18 @@ class _Table:
         self._new: dict[nn.Parameter, nn.Parameter] = {}
 
     @torch.no_grad()
-    def set(self, name: str, of_port: _OfPort, of_plain: _OfPlain) -> None:
-        """Values of a tensor, in place where it has some."""
+    def set(self, name: str, full: torch.Tensor | None) -> None:
+        """Values of a tensor, in place where it has some; None for memory without values."""
         old = self.tensors.get(name)
         if old is None or old in self._new:
             return
         if isinstance(old, DTensor):
             runner, port = self.ports[self.tied.get(name, name)]
-            layout = runner.program.lowered.values[port.name].layout
-            new: torch.Tensor = runner.parameter_as(of_port(runner, port), layout, port.type.shape)
+            part = _empty_part(runner, port) if full is None else runner.part_of(full, port)
+            new: torch.Tensor = runner.parameter_as(part, runner.layout(port), port.type.shape)
         else:
-            new = of_plain(old)
+            like = torch.empty_like(old, device=self.device)
+            new = like if full is None else like.copy_(full)
         if not old.is_meta:
             old.copy_(new)
             return

@@ -102,7 +102,7 @@ def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> No
             for p in parameters_in(optimizer)
             if isinstance(p, DTensor) and p.grad is not None and is_followed(p)
         ]
-        if kind == "full":
+        if mine and kind == "full":
             known = ports(module)
             mine = [(p, grad) for p, grad in mine if p in known]
         if not mine:
