@@ -121,7 +121,14 @@ def plan_lengths(
 
 
 def _source(model: nn.Module, inputs: Any, options: PlanOptions, rules: Rules) -> Source:
-    return Source(model, *split_inputs(inputs), options.replicate_unknown, rules, options.differentiate)
+    return Source(
+        model,
+        *split_inputs(inputs),
+        options.replicate_unknown,
+        rules,
+        options.differentiate,
+        precision=options.precision,
+    )
 
 
 def compile(
@@ -143,7 +150,7 @@ def compile(
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
         args, kwargs = split_inputs(example_inputs)
-        source = Source(model, args, kwargs, bool(plan.replicated), rules)
+        source = Source(model, args, kwargs, bool(plan.replicated), rules, precision=plan.precision)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
     return Compiled(compile_analysed(plan, say, options_from(PassOptions, passes)))
@@ -176,7 +183,8 @@ def load(
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
     where = whole_mesh(Mesh.parse(plan.mesh), plan)
-    compiler = ModelCompiler(where, known, PlanOptions(), PassOptions(), rules, ranks)
+    options = PlanOptions(precision=plan.precision)
+    compiler = ModelCompiler(where, known, options, PassOptions(), rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))
     return cast(M, bind(program, model, devices, seed=seed, captured=captured))
 

@@ -15,6 +15,8 @@ from autoshard.errors import UsageError
 T = TypeVar("T")
 #: gradients of the one loss that a model returns, or of all its outputs
 Differentiate = Literal["auto", "all"]
+#: types that a model may compute in, "" for its own
+PRECISIONS = ("", "bf16", "fp16")
 
 
 def option(default: Any, help: str, **cli: Any) -> Any:
@@ -34,6 +36,12 @@ class PlanOptions:
         None, "sequences per optimizer step; the number of microbatches is then chosen", least=1
     )
     optimizer: str = option("adamw", "adamw: all in the type of the parameters; adamw-fp32: master copy")
+    precision: str = option(
+        "",
+        "type to compute in, bf16 or fp16; parameters, gradients and moments stay in the model's "
+        "[default: the model's]",
+        metavar="bf16",
+    )
     recompute: bool = option(True, "whether activations may be recomputed in backward")
     pins: tuple[str, ...] = option(
         (), "decide a tensor's placement; may be repeated", flag="--pin", metavar="GLOB=tp:S(0)"
@@ -78,6 +86,8 @@ class PlanOptions:
                     else f"a whole number from {least} on"
                 )
                 raise UsageError(f"{each.name} is {value!r}", hint=f"give {what}".replace(",", "_"))
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision is {self.precision!r}", hint="bf16 or fp16")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.simplify.count_once import count_once
 from autoshard.passes.simplify.decompose import decompose
 from autoshard.passes.simplify.fold_repeats import fold_repeats
+from autoshard.passes.simplify.narrow_parameters import narrow_parameters
 from autoshard.passes.simplify.normalize import normalize
 from autoshard.passes.simplify.scale_terms import scale_terms
 from autoshard.passes.simplify.segment_cache import SegmentCache
@@ -236,7 +237,7 @@ def _wants_norms(context: PassContext) -> bool:
 
 #: before the search, on what a capture gives
 SIMPLIFYING = (
-    _pass("fold", lambda joint, c: fold_repeats(joint), gives="segments"),
+    _pass("fold", lambda joint, c: fold_repeats(narrow_parameters(joint)), gives="segments"),
     _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
     _pass("normalize", lambda folded, c: normalize(folded), needs="segments", gives="canonical"),
 )

@@ -24,6 +24,7 @@ from autoshard.capture.inputs import Inputs, Leaf, State, inputs_of, state_of
 from autoshard.capture.meta_args import AbsentUsedError
 from autoshard.capture.module_snapshot import ModuleSnapshot, as_written
 from autoshard.capture.name_order import sets_in_order
+from autoshard.capture.precision import Precision
 from autoshard.capture.python_state.captured_state import StateWatch, graph_digest
 from autoshard.capture.python_state.changes import Changes, refuse_counting
 from autoshard.capture.python_state.code_reads import CodeReads
@@ -41,6 +42,7 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     differentiate: Differentiate = "auto",
+    precision: str = "",
 ) -> Joint:
     """Trace ``model(*args, **kwargs)`` and its gradients.
 
@@ -52,6 +54,8 @@ def capture(
     differentiate: ``"auto"``: if exactly one output is a floating scalar that requires grad (a loss), only
     that one; otherwise, and with ``"all"``, all floating outputs that require grad; ``"none"``: no
     backward.
+    precision: ``"bf16"``, ``"fp16"``: the model is given its parameters and floating inputs in that type,
+    as FSDP2's ``MixedPrecisionPolicy(param_dtype=...)`` gives them; gradients come in the parameters' own.
 
     Raises CaptureError, with the line of the model's code, where Python needs the value of a tensor.
     """
@@ -61,7 +65,7 @@ def capture(
         watch = StateWatch.of(model, code, replaced)
         stack.callback(watch.state.restore)
         stack.enter_context(watch.attributes.recording())
-        task = _Task(ModuleSnapshot.of(model), inputs, differentiate, watch)
+        task = _Task(ModuleSnapshot.of(model), inputs, differentiate, watch, Precision(precision))
         try:
             joint = task.whole()
         except NeedsValuesError as asked:
@@ -93,6 +97,7 @@ class _Task:
     inputs: Inputs
     differentiate: Differentiate
     watch: StateWatch
+    precision: Precision
 
     def with_values(self, asked: NeedsValuesError) -> Joint:
         """The graph of a model whose code asks for values: of tables of sizes, then of all that is known.
@@ -140,7 +145,9 @@ class _Task:
         repeats = Repeats(find_groups(model), self.watch)
         if not repeats.groups:
             return None
-        function = Function(model, state, inputs, self.differentiate, repeats, watch=self.watch)
+        function = Function(
+            model, state, inputs, self.differentiate, repeats, watch=self.watch, precision=self.precision
+        )
         mode = tracing.fake_mode()
         seed = torch.empty((), dtype=torch.int64, device="meta")
         try:
@@ -157,7 +164,11 @@ class _Task:
                     stack.enter_context(ModuleSnapshot.of(group.members[0]))
                 repeats.trace_bodies(
                     lambda layer, args, kwargs: _Task(
-                        ModuleSnapshot.of(layer), inputs_of(args, kwargs), "all", self.watch
+                        ModuleSnapshot.of(layer),
+                        inputs_of(args, kwargs),
+                        "all",
+                        self.watch,
+                        replace(self.precision, inputs=False),
                     )._joint(None)
                 )
         except Exception:
@@ -200,6 +211,7 @@ class _Task:
                 absent,
                 with_values=with_values,
                 watch=watch,
+                precision=self.precision,
             )
             seed = torch.empty((), dtype=torch.int64, device="meta")
             given = [t for k, t in enumerate(state.tensors) if k not in absent]

@@ -176,6 +176,7 @@ class Repeats:
     tracing: bool = False
     lifter: Lifter | None = None
     modes: Hashable = None
+    uncast: Mapping[int, torch.Tensor] = field(default_factory=dict)
     count: int = 0
     apart: bool = True
     away: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -214,9 +215,10 @@ class Repeats:
                 found |= {names[t] for t in set.intersection(*targets)}
         return found
 
-    def begin(self, lifter: Lifter) -> None:
-        """A run of the model starts."""
+    def begin(self, lifter: Lifter, uncast: Mapping[int, torch.Tensor]) -> None:
+        """A run of the model starts. uncast: identity of a parameter's cast, which the model has -> it."""
         self.lifter, self.count, self.modes = lifter, 0, ambient_modes()
+        self.uncast = uncast
         self.away.clear()
         self.taken.clear()
 
@@ -268,7 +270,7 @@ class Repeats:
             if port.target == "seed"
             else given[int(port.target)]
             if port.kind == "input"
-            else _tensor_at(module, port.target)
+            else self._parameter_or_buffer(module, port.target)
             for port in (body.feeds[k] for k in passed)
         ]
         trained = {k for k, _ in body.grads}
@@ -282,6 +284,11 @@ class Repeats:
         results = iter(repeated(tensors, call))
         leaves = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in known.outs]
         return pytree.tree_unflatten(leaves, known.out_spec)
+
+    def _parameter_or_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
+        """The tensor that the whole model is given: a layer has its own cast of a parameter."""
+        tensor = _tensor_at(module, name)
+        return self.uncast.get(id(tensor), tensor)
 
     def _leave_away(self, module: nn.Module, body: Body, passed: Sequence[int]) -> None:
         """Note what this call is not given."""

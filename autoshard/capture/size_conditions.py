@@ -22,6 +22,7 @@ from autoshard.capture.capture import prepared
 from autoshard.capture.host_random import no_host_random
 from autoshard.capture.inputs import inputs_of, state_of
 from autoshard.capture.module_snapshot import ModuleSnapshot
+from autoshard.capture.precision import UNCHANGED, Precision
 from autoshard.capture.traced_function import Function
 from autoshard.torch_adapters.symbolic import decisions_of, running, symbolic_like, symbolic_mode, symbols_of
 
@@ -49,7 +50,11 @@ class SizeConditions:
 
 
 def size_conditions(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batched: Sequence[int] = ()
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batched: Sequence[int] = (),
+    precision: Precision = UNCHANGED,
 ) -> SizeConditions | None:
     """What the code decides by sizes; None where it cannot be run with symbols, and nothing is known.
 
@@ -65,11 +70,13 @@ def size_conditions(
         if rows != shapes[k][0]:
             leaves[k] = torch.zeros((rows, *shapes[k][1:]), dtype=leaves[k].dtype, device="meta")
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    found = _conditions(model, args, kwargs)
+    found = _conditions(model, args, kwargs, precision)
     return found if found is not None and found.hold(shapes) else None
 
 
-def _conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeConditions | None:
+def _conditions(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision
+) -> SizeConditions | None:
     inputs = inputs_of(args, kwargs)
     positions = [k for k, leaf in enumerate(inputs.leaves) if leaf.position >= 0]
     mode = symbolic_mode()
@@ -82,7 +89,7 @@ def _conditions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             given = [symbolic_like(t, mode, fixed=False) for t in inputs.tensors]
             symbols = [symbols_of(x) for x in given]
             seed = symbolic_like(torch.empty((), dtype=torch.int64, device="meta"), mode, fixed=True)
-            function = Function(model, state, inputs, "none", None)
+            function = Function(model, state, inputs, "none", None, precision=precision)
             for context in (torch.inference_mode(False), torch.enable_grad(), tracing.compiling()):
                 stack.enter_context(context)
             stack.enter_context(no_host_random())

@@ -19,6 +19,7 @@ from autoshard.capture.data_dependent.value_checks import checks_pass
 from autoshard.capture.inputs import Inputs, Leaf, State
 from autoshard.capture.meta_args import Absent
 from autoshard.capture.origins import COPY, OriginRecorder
+from autoshard.capture.precision import UNCHANGED, Precision
 from autoshard.capture.python_state.captured_state import StateWatch
 from autoshard.capture.repeats import Repeats
 from autoshard.errors import CaptureError
@@ -38,6 +39,7 @@ class Function:
     run more than once: what describes the output is that of the last run. replaced: positions of the buffers
     that some run assigned anew, of which further runs hold copies. with_values: keep the values of tensors
     that are made from numbers alone, for code that asks for them. watch: notes what Python state is used.
+    precision: the type that the model gets its parameters and inputs in.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class Function:
         *,
         with_values: bool = False,
         watch: StateWatch | None = None,
+        precision: Precision = UNCHANGED,
     ) -> None:
-        self.watch = watch
+        self.watch, self.precision = watch, precision
         self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate
         self.repeats, self.absent = repeats, absent or {}
         self.with_values = with_values
@@ -81,13 +84,18 @@ class Function:
             ):
                 stack.enter_context(context)
             state = self._state(tensors)
+            uncast = {
+                id(new): old
+                for (kind, _, _), new, old in zip(self.state.arguments, state, tensors, strict=False)
+                if kind == "param" and new is not old
+            }
             args, kwargs = self._arguments(tensors[split:], known)
             lifter = Lifter(tensors[-1], like_queries=self.like_queries)
             watched = nullcontext() if self.watch is None else self.watch.running()
             asked_grad = None if self.watch is None else self.watch.note_grad_mode
             with lifting(lifter, self.recorder.at, asked_grad), watched:
                 if self.repeats is not None:
-                    self.repeats.begin(lifter)
+                    self.repeats.begin(lifter, uncast)
                 output = call_model(self.model, args, kwargs)
             tracing.mark(COPY)
             self._write_back(tensors, state)
@@ -99,7 +107,7 @@ class Function:
         """The call with copies of all inputs, so that the model may change them in place."""
         tracing.mark(COPY)
         leaves = [
-            torch.clone(tensors[leaf.position])
+            self.precision.of_input(torch.clone(tensors[leaf.position]))
             if leaf.position >= 0
             else known.add(value)
             if isinstance(value, torch.Tensor)
@@ -118,9 +126,15 @@ class Function:
         held = list(tensors[: len(self.state.tensors)])
         for position in self.replaced:
             held[position] = torch.clone(held[position])
+        for position, (kind, name, _) in enumerate(self.state.arguments):
+            if kind == "param" and position not in self.absent and self._is_cast(name):
+                held[position] = self.precision.cast(held[position])
         for table, key, position in self.state.slots:
             table[key] = held[position]
         return held
+
+    def _is_cast(self, name: str) -> bool:
+        return self.precision.applies(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _write_back(self, tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
         """Buffers that were assigned anew count as changed in place."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.errors import UsageError, nearest
+from autoshard.ir import DTYPES, Port
 from autoshard.ir.offload import Offload
 
 #: per element of a sum of gradients of half precision (`runtime.stepper`)
@@ -36,6 +37,19 @@ class Recipe:
     touched: int | None = None
     resident: bool = True
     slower: float = 1.0
+
+    def of(self, port: Port) -> Recipe:
+        """That of a parameter: one that is stored in f32 and taken in 16 bits is its own master copy."""
+        if not port.stored:
+            return self
+        wide = DTYPES[port.stored][1]
+        moments = 2 * wide if self.optimizer is None else self.optimizer
+        touched = self.touched
+        if touched is None:
+            touched = 7 * wide + DTYPES[port.type.dtype][1]
+        gradient = wide if self.gradient is None else self.gradient
+        optimizer = moments + wide * self.resident
+        return replace(self, gradient=gradient, optimizer=optimizer, touched=touched)
 
     def gradient_bytes(self, width: int) -> int:
         """Per element of a parameter that has ``width`` bytes per element."""

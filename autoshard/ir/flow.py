@@ -93,6 +93,7 @@ def _classes(
             else (
                 port.kind,
                 port.type,
+                port.stored,
                 frozenset(uses.get(port.name, ())),
                 frozenset(grads.get(port.target, ())),
                 port.target in frozen,

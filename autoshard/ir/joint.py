@@ -22,12 +22,19 @@ class Port:
     kind: ``param`` and ``buffer`` (target: the module's own name; tied parameters have one port under
         their first name), ``input`` (target: position among the flattened call arguments, as text),
         ``tangent`` (target: position of the output it belongs to), ``const`` (target: key in constants).
+    stored: element type in which a parameter is stored that the graph takes in a narrower one; else "".
     """
 
     name: str
     kind: PortKind
     target: str
     type: TensorType
+    stored: str = ""
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type that the model and its optimizer have."""
+        return self.stored or self.type.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,9 @@ class ModelCompiler:
         self, model: nn.Module, inputs: Inputs, replicate_unknown: bool, options: PlanOptions
     ) -> Source:
         stored = {name: layout for name, layout, _ in options.stored}
-        return Source(model, *inputs, replicate_unknown, self.rules, options.differentiate, stored)
+        return Source(
+            model, *inputs, replicate_unknown, self.rules, options.differentiate, stored, options.precision
+        )
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
         if self.options.replicate_unknown:
@@ -141,6 +143,7 @@ class ModelCompiler:
             program.state.graph,
             inputs,
             options.differentiate,
+            options.precision,
             self.compiled,
             partial(self._resized, program, micro_of),
             self.ranks if found.shared else CompilingRanks.alone(),

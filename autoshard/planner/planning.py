@@ -43,7 +43,7 @@ class Source:
     """A model with the arguments and rules it was captured with.
 
     differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
-    layers that differ in them are planned each for itself.
+    layers that differ in them are planned each for itself. precision: to compute in, "" for the model's.
     """
 
     model: nn.Module
@@ -53,11 +53,18 @@ class Source:
     rules: Rules = None
     differentiate: Differentiate = "auto"
     stored: Mapping[str, str] = field(default_factory=dict)
+    precision: str = ""
 
     def analysed(self, say: Progress) -> Analysis:
         """Capture the model and find its rules."""
         say("capturing")
-        joint = capture(self.model, self.args, self.kwargs, differentiate=self.differentiate)
+        joint = capture(
+            self.model,
+            self.args,
+            self.kwargs,
+            differentiate=self.differentiate,
+            precision=self.precision,
+        )
         analysis = analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
         if all(len({self.stored.get(p.target) for p in c.ports}) < 2 for c in analysis.flow.classes.values()):
             return analysis
@@ -219,7 +226,7 @@ class PlanningRequest:
             progress=self.progress,
             among=among,
         )
-        return replace(planned, source=source)
+        return replace(planned, source=source, plan=replace(planned.plan, precision=source.precision))
 
     def _candidates(self, analysis: Analysis) -> list[Staged]:
         layers = sum(layer_calls(analysis.folded).values())

@@ -50,20 +50,20 @@ def state_of(
             continue
         own, width = bytes_of(port.name), DTYPES[port.type.dtype][1]
         slots = homing.holders(port)
-        trained = port.target in homing.gradients
+        trained, kept = port.target in homing.gradients, recipe.of(port)
         if trained and len(slots) > 1:
             shared.append((slots, own))
         for slot in slots:
             state.held[slot] += own
             if trained:
-                state.held[slot] += own / width * recipe.optimizer_bytes(width)
-                state.updated[slot] += own / width * recipe.update_bytes(width)
+                state.held[slot] += own / width * kept.optimizer_bytes(width)
+                state.updated[slot] += own / width * kept.update_bytes(width)
         if trained and once:
-            state.held[slots[0]] += own / width * recipe.gradient_bytes(width)
+            state.held[slots[0]] += own / width * kept.gradient_bytes(width)
         elif trained:
             for slot, value in homing.summed(port):
-                size = own if value is None else bytes_of(value)
-                state.held[slot] += size / width * recipe.sum_bytes(width)
+                elements = own / width if value is None else bytes_of(value) / DTYPES[port.stored_dtype][1]
+                state.held[slot] += elements * kept.sum_bytes(width)
     for value, slot in homing.readers(state.copies):
         state.held[slot] += bytes_of(value)
     return replace(state, shared=tuple(shared))

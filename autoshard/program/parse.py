@@ -323,13 +323,15 @@ def _port(item: ast.AnnAssign, reader: _Reader) -> tuple[Port, PlacedValue]:
         not isinstance(call, ast.Call)
         or not isinstance(call.func, ast.Name)
         or call.func.id not in _PORTS
-        or len(call.args) != 1
-        or not isinstance(call.args[0], ast.Constant)
-        or not isinstance(call.args[0].value, str)
+        or not 1 <= len(call.args) <= 2
+        or not all(isinstance(a, ast.Constant) and isinstance(a.value, str) for a in call.args)
+        or call.keywords
     ):
         _fail("an input must be param(...), buffer(...), input(...), tangent(...) or const(...)", item)
-    kind = call.func.id
-    return Port(item.target.id, kind, call.args[0].value, placed.type), placed  # type: ignore[arg-type]
+    kind, (target, *stored) = call.func.id, [a.value for a in call.args if isinstance(a, ast.Constant)]
+    if stored and (kind != "param" or stored[0] not in DTYPES):
+        _fail("only a param(name, dtype) is stored in another type than the program takes", item)
+    return Port(item.target.id, kind, target, placed.type, *stored), placed  # type: ignore[arg-type]
 
 
 def _main(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+from autoshard.capture.precision import UNCHANGED, Precision
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.offload import NO_OFFLOAD, Offload
@@ -118,6 +120,11 @@ class Program:
     sums: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     state: StoredState = StoredState()
+
+    @property
+    def precision(self) -> Precision:
+        """What the model computes in."""
+        return Precision(json.loads(self.plan).get("precision", "")) if self.plan else UNCHANGED
 
     @property
     def whole_mesh(self) -> str:

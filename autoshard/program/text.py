@@ -123,9 +123,8 @@ def main_lines(program: Program, names: Sequence[str]) -> list[str]:
     lines = []
     for port in signature.ports:
         placed = lowered.values[port.name]
-        lines.append(
-            f'{port.name}: "{type_text(placed.type, placed.layout, names)}" = {port.kind}({port.target!r})'
-        )
+        called = ", ".join(map(repr, (port.target, *filter(None, [port.stored]))))
+        lines.append(f'{port.name}: "{type_text(placed.type, placed.layout, names)}" = {port.kind}({called})')
     lines.append("")
     returned = returns_of(lowered, {r.value for r in signature.results})
     wires = wires_of(lowered, {p.name for p in signature.ports})

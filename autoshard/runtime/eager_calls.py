@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.precision import Precision
 from autoshard.capture.python_state.code_reads import PLAIN
 from autoshard.errors import UsageError
 from autoshard.runtime.outputs import Rows, mean_over
@@ -29,11 +30,12 @@ class EagerCalls:
     """Gathers the parameters of a submodule while it is called from outside of a program.
 
     refused: why the parameters cannot be gathered, "" where they can. seed: of random numbers in a call that
-    is trained, the same on every rank. batch_axes: of the mesh, along which ranks call with other rows.
+    is trained, the same on every rank. precision: of the programs. batch_axes: of the mesh, along which ranks
+    call with other rows.
     """
 
-    def __init__(self, refused: str, seed: Callable[[], int]) -> None:
-        self.refused, self.seed = refused, seed
+    def __init__(self, refused: str, seed: Callable[[], int], precision: Precision) -> None:
+        self.refused, self.seed, self.precision = refused, seed, precision
         self.batch_axes: tuple[int, ...] = ()
         self._depth = 0
         self._said: set[str] = set()
@@ -54,6 +56,11 @@ class EagerCalls:
         if why not in self._said:
             self._said.add(why)
             say_once(f"a call runs on gathered parameters, on every rank alike: {why}")
+
+    def in_precision(self, given: Any) -> Any:
+        """The arguments of a call of the whole model, as its code gets them."""
+        cast = self.precision.of_input
+        return pytree.tree_map(lambda x: cast(x) if isinstance(x, torch.Tensor) else x, given)
 
     def watch(self, root: nn.Module) -> None:
         """Gather whenever a submodule is called from outside."""
@@ -94,7 +101,7 @@ class EagerCalls:
         self.batch_axes = () if rows is None else rows.axes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerCalls:
-        made = EagerCalls(self.refused, self.seed)
+        made = EagerCalls(self.refused, self.seed, self.precision)
         made.batch_axes = self.batch_axes
         memo[id(self)] = made
         return made
@@ -111,7 +118,10 @@ class EagerCalls:
             for key, parameter in each._parameters.items():
                 if isinstance(parameter, DTensor):
                     if id(parameter) not in known:
-                        known[id(parameter)] = self._global(parameter)
+                        found = self._global(parameter)
+                        known[id(parameter)] = (
+                            self.precision.cast(found) if self.precision.applies(each) else found
+                        )
                     self._slots.append((each._parameters, key, parameter))
         for table, key, shard in self._slots:
             table[key] = known[id(shard)]

@@ -225,7 +225,8 @@ class ParallelModule(nn.Module):
                 self._autoshard_eager.say_of(args, kwargs)
             with self._autoshard_eager.gathered(self):
                 users = self.__dict__.get(FORWARD, super().forward)
-                return users(*given[0], **given[1])
+                args, kwargs = self._autoshard_eager.in_precision(given)
+                return users(*args, **kwargs)
         with self._autoshard.waiting():
             leaves, rows = self._autoshard_family.of_call(self, args, kwargs)
             self._autoshard_eager.enters_program(rows)
@@ -376,7 +377,7 @@ def _bind(
     stored = program.state.attributes
     state = captured.state if captured is not None else state_here(module, stored)
     runner = Runner(program, module, place_of(program, mesh), seed, mesh)
-    eager = EagerCalls(_no_eager_calls(program), lambda: runner.clock.seed(seed, 0))
+    eager = EagerCalls(_no_eager_calls(program), lambda: runner.clock.seed(seed, 0), program.precision)
     eager.watch(module)
     if local_batch:
         eager.batch_axes = tuple(range(mesh.ndim))

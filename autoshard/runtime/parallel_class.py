@@ -118,7 +118,7 @@ def as_built(module: nn.Module, signature: Signature) -> Iterator[nn.Module]:
         tensors: dict[str, torch.Tensor] = {}
         for port in signature.ports:
             if port.kind in ("param", "buffer"):
-                x = torch.empty(port.type.shape, dtype=torch_dtype(port.type.dtype), device="meta")
+                x = torch.empty(port.type.shape, dtype=torch_dtype(port.stored_dtype), device="meta")
                 # what another rank of a pipeline holds is as it was
                 here = held.get(port.target)
                 grad = port.target not in signature.frozen if here is None else here.requires_grad

@@ -266,8 +266,15 @@ class Runner:
         return nn.Parameter(made, requires_grad=trained)
 
     def part_of(self, x: torch.Tensor, port: Port) -> torch.Tensor:
-        """The rank's part of a full parameter, of any type, in the type that the program takes."""
-        return self._part(x, port).to(torch_dtype(port.type.dtype))
+        """The rank's part of a full parameter, of any type, in the type that the model has."""
+        return self._part(x, port).to(torch_dtype(port.stored_dtype))
+
+    def taken(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the program takes of the rank's parts of parameters: the same, or their casts."""
+        held = map(local, params)
+        return [
+            x.to(torch_dtype(p.type.dtype)) if p.stored else x for p, x in zip(self.params, held, strict=True)
+        ]
 
     def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
         """The rank's part of a parameter, copied to where parameters live."""
@@ -331,7 +338,7 @@ class Runner:
         self._check_form(x, port)
 
     def _check_parameter(self, x: Any, port: Port) -> None:
-        dtype = torch_dtype(port.type.dtype)
+        dtype = torch_dtype(port.stored_dtype)
         where = "cpu" if self.program.offload.parameters else self.device.type
         if isinstance(x, DTensor) and x.dtype == dtype and x.device.type == where:
             if x.requires_grad and port.target in self.frozen and torch.is_grad_enabled():
@@ -399,7 +406,7 @@ class Runner:
         self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
     ) -> Values:
         """Run the forward part of a single stage; the values that backward needs."""
-        env = self.entry([local(x) for x in params], inputs)
+        env = self.entry(self.taken(params), inputs)
         self.enter_buffers(env, buffers, 0)
         self.run(env, (0, "gather", 0))
         self.run(env, (0, "count", 0))

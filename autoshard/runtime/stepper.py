@@ -23,7 +23,6 @@ from autoshard.program.messages import RankAction, StageSend, moves_of
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.executor import Values
 from autoshard.runtime.microbatch import cut
-from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.optim.pipeline_scales import Scales
 from autoshard.runtime.shared_params import Members, pipe_group, rank_holders, remember, shared_groups
 from autoshard.runtime.transport.p2p import Channels
@@ -145,7 +144,7 @@ class _StepRun:
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
         # every call takes pieces of the same tensors, so that looking at those of one is enough
         params, inputs = self.runner.arguments_of(module, calls[0])
-        held = [local(p) for p in params]
+        held = self.runner.taken(params)
         places = [int(p.target) for p in self.runner.inputs]
         self.given = [(held, inputs)] + [(held, [call[k] for k in places]) for call in calls[1:]]
         self.envs: dict[int, Values] = {}

@@ -228,7 +228,9 @@ class StagePrices:
 
     def _end(self, rank: int) -> StepEnd:
         trained = [p for p in self._held(rank) if p.target in self._trained]
-        touched = sum(self.size(p.name) / _width(p) * self.recipe.update_bytes(_width(p)) for p in trained)
+        touched = sum(
+            self.size(p.name) / _width(p) * self.recipe.of(p).update_bytes(_width(p)) for p in trained
+        )
         shared = 0.0
         for port in trained:
             ranks = self._ranks_of(port)
@@ -353,7 +355,7 @@ class StagePrices:
     def optimizer_bytes(self, rank: int) -> float:
         """What the optimizer of a pipeline rank keeps, in whichever memory."""
         return sum(
-            self.size(p.name) / _width(p) * self.recipe.optimizer_bytes(_width(p))
+            self.size(p.name) / _width(p) * self.recipe.of(p).optimizer_bytes(_width(p))
             for p in self._held(rank)
             if p.target in self._trained
         )

@@ -21,13 +21,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.module_snapshot import as_written
 from autoshard.capture.python_state.outer_hooks import outer_hooks_apart
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
-from autoshard.ir import Node, Port
+from autoshard.ir import DTYPES, Node, Port
 from autoshard.ir.collectives import sent_bits
 from autoshard.passes.partition.quantize_collectives import Weights
 from autoshard.program.program import Program
@@ -248,7 +249,8 @@ def needs_one_rank(program: Program) -> bool:
 
 def parameter_bytes(program: Program) -> int:
     """Bytes of all parameters and buffers of the model a program was made from."""
-    return sum(p.type.nbytes for p in program.signature.ports if p.kind in ("param", "buffer"))
+    held = (p for p in program.signature.ports if p.kind in ("param", "buffer"))
+    return sum(p.type.numel * DTYPES[p.stored_dtype][1] for p in held)
 
 
 def _check_model(program: Program, model: nn.Module) -> None:
@@ -281,11 +283,13 @@ class Batch:
     """The arguments of the calls and the tangents of their outputs, the same for both sides.
 
     calls: (positional, keyword) arguments of every microbatch. whole: those of all of them together.
-    tangents: for each microbatch. sums: positions of outputs that are sums over microbatches.
+    tangents: for each microbatch. sums: positions of outputs that are sums over microbatches. precision: what
+    the model computes in.
     """
 
     def __init__(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.aliases = frozenset(alias for alias, _ in program.signature.tied)
+        self.precision = program.precision
         args, kwargs = to_records((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if pytree.treespec_dumps(spec) != program.signature.in_tree:
@@ -342,6 +346,7 @@ class Eager:
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         self.model, self.batch = model, batch
+        self.precision = batch.precision
         named = dict(model.named_parameters(remove_duplicate=False))
         self.named = {n: p for n, p in named.items() if n not in batch.aliases}
         self.optimizer: torch.optim.Optimizer | None = None
@@ -349,7 +354,9 @@ class Eager:
     def step(self) -> StepResult:
         self.model.zero_grad()
         args, kwargs = self.batch.whole
-        output = to_records(self.model(*from_records(args), **from_records(kwargs)))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.precision.of_input, (args, kwargs))
+        given = from_records(args), from_records(kwargs)
+        output = to_records(functional_call(self.model, self.precision.parameters(self.model), *given))
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         outputs = dict(zip(self.batch.positions, leaves, strict=True))
         count = len(self.batch.calls)
@@ -378,7 +385,8 @@ class Ranks:
         self.runner = StepLockstep(program, len(batch.calls))
         self.lockstep = self.runner.lockstep
         ports = program.signature.ports
-        self.ports = {p.target: p.name for p in ports if p.kind in ("param", "buffer")}
+        self.ends = {p.target: p for p in ports if p.kind in ("param", "buffer")}
+        self.ports = {target: p.name for target, p in self.ends.items()}
         self.held = {t: self.runner.held(initial[t], n) for t, n in self.ports.items()}
         given = [
             p for p in ports if p.kind in ("const", "tangent") or (p.kind == "input" and p.target != "seed")
@@ -399,7 +407,7 @@ class Ranks:
                 number = self.seed * 1_000_003 + self.steps + call
                 values[name] = self.lockstep.shards(torch.tensor(number), name)
         with torch.no_grad():
-            made = self.runner.step({self.ports[t]: held for t, held in self.held.items()}, fixed)
+            made = self.runner.step({self.ports[t]: self._taken(t) for t in self.held}, fixed)
         outputs: Tensors = {}
         grads: Tensors = {}
         self.grads = {}
@@ -418,6 +426,14 @@ class Ranks:
                 self.held[result.target] = self.runner.held(whole, self.ports[result.target])
         self.steps += len(self.fixed)
         return StepResult(outputs, grads)
+
+    def _taken(self, target: str) -> Held:
+        """What the program takes of a parameter, which may be stored in a wider type."""
+        held, port = self.held[target], self.ends[target]
+        if not port.stored:
+            return held
+        dtype = torch_dtype(port.type.dtype)
+        return {rank: [x.to(dtype) for x in shards] for rank, shards in held.items()}
 
     def update(self, eps: float, trained: Sequence[str]) -> None:
         trained = [target for target in trained if target in self.grads]

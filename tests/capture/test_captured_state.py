@@ -442,6 +442,7 @@ def test_code_that_asks_for_gradients_is_for_calls_with_them() -> None:
             joint.captured_state.digest,
             ((x,), {}),
             "auto",
+            "",
             lambda *_: None,
             lambda *_: None,
             CompilingRanks.alone(),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture import capture
+from autoshard.capture.precision import Precision
 from autoshard.capture.python_state.captured_state import CapturedState
 from autoshard.capture.size_conditions import size_conditions
 from autoshard.errors import CaptureError
@@ -30,6 +31,7 @@ def captured_of(
     digest: str,
     inputs: Inputs,
     differentiate: Differentiate,
+    precision: str,
     compiled: Compiling,
     resized: Callable[[nn.Module, Inputs, int], Program | None],
     ranks: CompilingRanks,
@@ -44,10 +46,12 @@ def captured_of(
     return Captured(
         state,
         (args, kwargs),
-        lambda module: _digest_now(module, args, kwargs, differentiate) == digest,
+        lambda module: _digest_now(module, args, kwargs, differentiate, precision) == digest,
         compiled,
         resized,
-        lambda module: SharedConditions.of(ranks, lambda: size_conditions(module, args, kwargs, batched)),
+        lambda module: SharedConditions.of(
+            ranks, lambda: size_conditions(module, args, kwargs, batched, Precision(precision))
+        ),
     )
 
 
@@ -62,17 +66,19 @@ def same_graph_as_stored(program: Program) -> Callable[[nn.Module], bool]:
 
     def same_graph(module: nn.Module) -> bool:
         inputs = example_of(program.signature)
-        return inputs is not None and _digest_now(module, *inputs) == program.state.graph
+        if inputs is None:
+            return False
+        return _digest_now(module, *inputs, precision=program.precision.name) == program.state.graph
 
     return same_graph
 
 
 def _digest_now(
-    module: nn.Module, args: Any, kwargs: Any, differentiate: Differentiate = "auto"
+    module: nn.Module, args: Any, kwargs: Any, differentiate: Differentiate = "auto", precision: str = ""
 ) -> str | None:
     """Of the graph that a model is captured as; None where no graph stands for its calls as they are now."""
     try:
-        now = capture(module, args, kwargs, differentiate=differentiate).captured_state
+        now = capture(module, args, kwargs, differentiate=differentiate, precision=precision).captured_state
     except CaptureError:
         return None
     # code that asks for gradients: captures always record them

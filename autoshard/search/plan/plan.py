@@ -114,7 +114,8 @@ class Plan:
     forward segment -> what of it is recomputed in backward. pipeline: None for a single stage; the mesh is
     that of the ranks of one stage. offload: what it takes to be in host memory (see `offload.Offload`).
     step_fingerprint: of the graph that a program of several microbatches is stored with, whose losses add up
-    to those of the whole batch; "" where that is the graph the plan is for.
+    to those of the whole batch; "" where that is the graph the plan is for. precision: in which the model
+    computes, "" for its own.
     """
 
     mesh: str
@@ -138,6 +139,7 @@ class Plan:
     pipeline: Pipeline | None = None
     offload: str = ""
     step_fingerprint: str = ""
+    precision: str = ""
 
 
 def why_key(kind: str, *parts: object) -> str:

@@ -46,6 +46,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     pipeline: Pipeline | None
     offload: str = ""
     step_fingerprint: str = ""
+    precision: str = ""
     optimality: OptimalityGap
 
 

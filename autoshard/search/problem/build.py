@@ -40,6 +40,7 @@ from autoshard.search.problem.cost_entries import (
 from autoshard.search.problem.cost_terms import Bytes, Time
 from autoshard.search.problem.decisions import NodeVar, ParamVar, PortVar, ResultVar, ValueVar, Variable
 from autoshard.search.problem.exposed_collectives import reduce_chains
+from autoshard.search.problem.gradient_casts import before_gradient_casts
 from autoshard.search.problem.merge_entries import merged
 from autoshard.search.problem.op_classes import batch_dims
 from autoshard.search.problem.param_buckets import Shares
@@ -95,7 +96,7 @@ class _Builder:
         #: layouts of values in the states of variables, once for all that are alike
         self.laid: dict[object, Laid] = {}
         #: reshards and calls that many edges and calls share
-        self.ways: dict[tuple[TensorType, bool, Laid, Laid], LayoutChange] = {}
+        self.ways: dict[tuple[TensorType, bool, Laid, Laid, bool], LayoutChange] = {}
         self.calls: dict[object, CallGroup] = {}
         self.growing: dict[Place, bool] = {}
         self.strategies: dict[object, ParamStrategies] = {}
@@ -104,6 +105,7 @@ class _Builder:
         self.layers = labelled or set(model.folded.segments)
         self.kept = model.kept
         self.kinds, self.users = model.kinds.ops, model.kinds.users
+        self.unreduced = before_gradient_casts(model.folded, model.flow)
 
     # -- variables ---------------------------------------------------------------------------------
 
@@ -490,14 +492,15 @@ class _Builder:
         count: int,
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times. place: of the value."""
-        way = self._way(type_, self._grows(place, type_), self._source(source, position), required)
+        reduces = place not in self.unreduced
+        way = self._way(type_, self._grows(place, type_), self._source(source, position), required, reduces)
         self.entries.append(Joined(kind, source, target, count, way))
 
-    def _way(self, type_: TensorType, grows: bool, given: Laid, target: Laid) -> LayoutChange:
+    def _way(self, type_: TensorType, grows: bool, given: Laid, target: Laid, reduces: bool) -> LayoutChange:
         """Many edges are alike."""
-        key = (type_, grows, given, target)
+        key = (type_, grows, given, target, reduces)
         if key not in self.ways:
-            self.ways[key] = LayoutChange(type_, grows, given, target)
+            self.ways[key] = LayoutChange(*key)
         return self.ways[key]
 
     def _connect_place(

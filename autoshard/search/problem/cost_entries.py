@@ -14,7 +14,7 @@ import numpy as np
 
 from autoshard.cost.model import CostModel
 from autoshard.ir import TensorType
-from autoshard.ir.placement import Layout
+from autoshard.ir.placement import Layout, Partial
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState
 from autoshard.search.problem.cost_terms import Bytes, CostTerms, Time
@@ -44,12 +44,14 @@ class CallGroup:
 
 @dataclass(frozen=True, eq=False)
 class LayoutChange:
-    """From some layouts of a value to others. grows: whether it holds the batch."""
+    """From some layouts of a value to others. grows: whether it holds the batch. reduces: whether partial
+    sums may be reduced; those of some gradients are cast first (`search.problem.gradient_casts`)."""
 
     type: TensorType
     grows: bool
     given: Laid
     wanted: Laid
+    reduces: bool = True
 
 
 class BatchPricing:
@@ -97,7 +99,11 @@ class BatchPricing:
         )
         rows = [0 if lay is None else table.index[lay] for lay in given]
         cols = [table.index[lay] for lay in target if lay is not None]
-        return table.seconds.take(rows, axis=0).take(cols, axis=1)
+        seconds = table.seconds.take(rows, axis=0).take(cols, axis=1)
+        if way.reduces:
+            return seconds
+        partial = np.array([lay is not None and any(isinstance(p, Partial) for p in lay) for lay in given])
+        return np.where(partial[:, None] & (np.array(rows)[:, None] != np.array(cols)), np.inf, seconds)
 
 
 class Entry(Protocol):

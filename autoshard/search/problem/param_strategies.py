@@ -8,7 +8,7 @@ from math import isfinite
 
 import numpy as np
 
-from autoshard.cost.recipe import added_bytes
+from autoshard.cost.recipe import Recipe, added_bytes
 from autoshard.cost.reshard import Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
@@ -50,8 +50,11 @@ def strategies_of(
 
     phases: whether forward, backward or both use it. share: of a member in the messages that gather it.
     """
-    type_ = group.first.type
+    type_, recipe = group.first.type, prices.recipe.of(group.first)
     trained = group.first.kind == "param" and bool(group.grads)
+    width = DTYPES[type_.dtype][1]
+    #: moved per element to add a gradient to those of the microbatches before
+    added = added_bytes(DTYPES[group.first.stored_dtype][1]) if trained else 0
     table = prices.params.reshard.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)], share)
     states: list[ParamState] = []
     gathers: list[float] = []
@@ -81,11 +84,12 @@ def strategies_of(
                 gathers.append(once - bare)
                 inline.append(bare + copies)
                 packed.append(packs)
-                held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), prices))
+                held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), recipe))
                 windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
-                sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
-                adding.append(_adding(type_, whole if keep and late else own, trained) / bandwidth)
-                updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
+                sums.append(_sums(type_, own, whole, keep and late, len(group.ports), recipe))
+                adding.append((whole if keep and late else own) / width * added / bandwidth)
+                update = _update(type_, own, trained, recipe, bandwidth)
+                updates.append(update + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
     costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))
     keeps = np.array([s.keep for s in states], dtype=bool)
@@ -120,40 +124,34 @@ def _bytes(
     copy: float,
     trained: bool,
     count: int,
-    prices: Prices,
+    recipe: Recipe,
 ) -> float:
     """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies that are kept.
 
     copy: of one member, if it is larger than what is stored.
     """
     width = DTYPES[type_.dtype][1]
-    held = count * own if prices.recipe.resident or not trained else 0.0
+    held = count * own if recipe.resident or not trained else 0.0
     if trained:
-        per_element = prices.recipe.gradient_bytes(width) + prices.recipe.optimizer_bytes(width)
+        per_element = recipe.gradient_bytes(width) + recipe.optimizer_bytes(width)
         held += count * own / width * per_element
     return held + (count * copy if copy > own else 0.0)
 
 
-def _sums(type_: TensorType, own: float, whole: float, late: bool, count: int, prices: Prices) -> float:
+def _sums(type_: TensorType, own: float, whole: float, late: bool, count: int, recipe: Recipe) -> float:
     """Bytes that the gradients of a class hold beyond their shards while microbatches are summed up."""
     width = DTYPES[type_.dtype][1]
     most = max(own, whole) if late else own
-    summed, alone = prices.recipe.sum_bytes(width), prices.recipe.gradient_bytes(width)
+    summed, alone = recipe.sum_bytes(width), recipe.gradient_bytes(width)
     return count * (most * summed - own * alone) / width
 
 
-def _adding(type_: TensorType, gradient: float, trained: bool) -> float:
-    """Bytes moved to add a gradient of so many bytes to those of the microbatches before."""
-    width = DTYPES[type_.dtype][1]
-    return gradient / width * added_bytes(width) if trained else 0.0
-
-
-def _update(type_: TensorType, own: float, trained: bool, prices: Prices) -> float:
+def _update(type_: TensorType, own: float, trained: bool, recipe: Recipe, traffic: float) -> float:
     """Seconds of the optimizer: it is bound by memory."""
     if not trained:
         return 0.0
     width = DTYPES[type_.dtype][1]
-    return own / width * prices.recipe.update_bytes(width) / prices.params.device.traffic
+    return own / width * recipe.update_bytes(width) / traffic
 
 
 def _tie(type_: TensorType, stored: Layout, axes: SearchAxes, gathered: bool) -> float:
