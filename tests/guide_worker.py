@@ -43,6 +43,13 @@ def checkpoints(names: dict[str, Any]) -> None:
     assert names["checkpoints"].load() == 10
 
 
+def precision(names: dict[str, Any]) -> None:
+    assert {p.dtype for p in names["model"].parameters()} == {torch.float32}
+    plain = AutoModelForCausalLM.from_pretrained("path/to/model", dtype=torch.bfloat16)
+    assert full(names["model"](**names["batch"]).logits).dtype == torch.bfloat16
+    assert names["loss"] < plain(**names["batch"]).loss
+
+
 def main() -> None:
     folder, *guides = sys.argv[1:]
     os.chdir(folder)

@@ -24,7 +24,7 @@ from autoshard.capture.inputs import Inputs, Leaf, State, inputs_of, state_of
 from autoshard.capture.meta_args import AbsentUsedError
 from autoshard.capture.module_snapshot import ModuleSnapshot, as_written
 from autoshard.capture.name_order import sets_in_order
-from autoshard.capture.precision import Precision
+from autoshard.capture.precision import MixedPrecision
 from autoshard.capture.python_state.captured_state import StateWatch, graph_digest
 from autoshard.capture.python_state.changes import Changes, refuse_counting
 from autoshard.capture.python_state.code_reads import CodeReads
@@ -65,7 +65,7 @@ def capture(
         watch = StateWatch.of(model, code, replaced)
         stack.callback(watch.state.restore)
         stack.enter_context(watch.attributes.recording())
-        task = _Task(ModuleSnapshot.of(model), inputs, differentiate, watch, Precision(precision))
+        task = _Task(ModuleSnapshot.of(model), inputs, differentiate, watch, MixedPrecision(precision))
         try:
             joint = task.whole()
         except NeedsValuesError as asked:
@@ -97,7 +97,7 @@ class _Task:
     inputs: Inputs
     differentiate: Differentiate
     watch: StateWatch
-    precision: Precision
+    precision: MixedPrecision
 
     def with_values(self, asked: NeedsValuesError) -> Joint:
         """The graph of a model whose code asks for values: of tables of sizes, then of all that is known.

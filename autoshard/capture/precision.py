@@ -14,7 +14,7 @@ _DTYPES = {"bf16": "bf16", "fp16": "f16"}
 
 
 @dataclass(frozen=True)
-class Precision:
+class MixedPrecision:
     """name: ``bf16``, ``fp16``, or "" for the model's own types. inputs: whether floating inputs are given in
     that type, too."""
 
@@ -45,4 +45,4 @@ class Precision:
         return self.cast(tensor) if self.inputs else tensor
 
 
-UNCHANGED = Precision()
+UNCHANGED = MixedPrecision()

@@ -22,7 +22,7 @@ from autoshard.capture.capture import prepared
 from autoshard.capture.host_random import no_host_random
 from autoshard.capture.inputs import inputs_of, state_of
 from autoshard.capture.module_snapshot import ModuleSnapshot
-from autoshard.capture.precision import UNCHANGED, Precision
+from autoshard.capture.precision import UNCHANGED, MixedPrecision
 from autoshard.capture.traced_function import Function
 from autoshard.torch_adapters.symbolic import decisions_of, running, symbolic_like, symbolic_mode, symbols_of
 
@@ -54,7 +54,7 @@ def size_conditions(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batched: Sequence[int] = (),
-    precision: Precision = UNCHANGED,
+    precision: MixedPrecision = UNCHANGED,
 ) -> SizeConditions | None:
     """What the code decides by sizes; None where it cannot be run with symbols, and nothing is known.
 
@@ -75,7 +75,7 @@ def size_conditions(
 
 
 def _conditions(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: MixedPrecision
 ) -> SizeConditions | None:
     inputs = inputs_of(args, kwargs)
     positions = [k for k, leaf in enumerate(inputs.leaves) if leaf.position >= 0]

@@ -19,7 +19,7 @@ from autoshard.capture.data_dependent.value_checks import checks_pass
 from autoshard.capture.inputs import Inputs, Leaf, State
 from autoshard.capture.meta_args import Absent
 from autoshard.capture.origins import COPY, OriginRecorder
-from autoshard.capture.precision import UNCHANGED, Precision
+from autoshard.capture.precision import UNCHANGED, MixedPrecision
 from autoshard.capture.python_state.captured_state import StateWatch
 from autoshard.capture.repeats import Repeats
 from autoshard.errors import CaptureError
@@ -53,7 +53,7 @@ class Function:
         *,
         with_values: bool = False,
         watch: StateWatch | None = None,
-        precision: Precision = UNCHANGED,
+        precision: MixedPrecision = UNCHANGED,
     ) -> None:
         self.watch, self.precision = watch, precision
         self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate

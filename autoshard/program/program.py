@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from autoshard.capture.precision import UNCHANGED, Precision
+from autoshard.capture.precision import UNCHANGED, MixedPrecision
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.offload import NO_OFFLOAD, Offload
@@ -122,9 +122,9 @@ class Program:
     state: StoredState = StoredState()
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> MixedPrecision:
         """What the model computes in."""
-        return Precision(json.loads(self.plan).get("precision", "")) if self.plan else UNCHANGED
+        return MixedPrecision(json.loads(self.plan).get("precision", "")) if self.plan else UNCHANGED
 
     @property
     def whole_mesh(self) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.precision import Precision
+from autoshard.capture.precision import MixedPrecision
 from autoshard.capture.python_state.code_reads import PLAIN
 from autoshard.errors import UsageError
 from autoshard.runtime.outputs import Rows, mean_over
@@ -34,7 +34,7 @@ class EagerCalls:
     call with other rows.
     """
 
-    def __init__(self, refused: str, seed: Callable[[], int], precision: Precision) -> None:
+    def __init__(self, refused: str, seed: Callable[[], int], precision: MixedPrecision) -> None:
         self.refused, self.seed, self.precision = refused, seed, precision
         self.batch_axes: tuple[int, ...] = ()
         self._depth = 0

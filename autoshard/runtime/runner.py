@@ -557,8 +557,8 @@ class Runner:
 
 def heartbeat_here(ranks: Sequence[int]) -> Heartbeat | None:
     """The heartbeat of this rank; None where it is switched off, or there is nobody to wait for."""
-    seconds = patience()
+    seconds, limit = patience()
     # torch's fake backend has no store, and nobody to wait for
     if not seconds or len(ranks) < 2 or dist.get_backend() == "fake":
         return None
-    return Heartbeat(default_store(), dist.get_rank(), ranks, seconds)
+    return Heartbeat(default_store(), dist.get_rank(), ranks, seconds, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 
@@ -43,10 +44,26 @@ def test_the_rank_that_is_waited_for_is_named_once(
     assert said.count("have been in call") == 1
 
 
+def test_a_rank_that_waits_too_long_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    store, ended = Memory(), threading.Event()
+    beats = [
+        Heartbeat(store, 0, range(2), 0.3, 1.0, lambda code: ended.set() if code else None),
+        Heartbeat(store, 1, range(2), 0.3, 1.0, lambda code: None),
+    ]
+    beats[1].close()
+    with beats[0].call():
+        assert ended.wait(60)
+    said = capfd.readouterr().err
+    beats[0].close()
+    assert said.index("rank 1 has not") < said.index("rank 0 ends after") and "AUTOSHARD_TIMEOUT=1" in said
+
+
 def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, seconds in (("", heartbeat.PATIENCE), ("0", 0.0), ("2.5", 2.5)):
-        monkeypatch.setenv(heartbeat.VARIABLE, text)
-        assert heartbeat.patience() == seconds
-    monkeypatch.setenv(heartbeat.VARIABLE, "soon")
+        monkeypatch.setenv(heartbeat.STALL, text)
+        assert heartbeat.patience() == (seconds, heartbeat.LIMIT)
+    monkeypatch.setenv(heartbeat.TIMEOUT, "4")
+    assert heartbeat.patience() == (2.0, 4.0)
+    monkeypatch.setenv(heartbeat.STALL, "soon")
     with pytest.raises(UsageError, match="soon"):
         heartbeat.patience()

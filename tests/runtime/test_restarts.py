@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from kills import killed, losses_of
+from kills import killed, left_of, losses_of, named
 from ranks import HERE, run_ranks
 from torch import nn
 
@@ -28,6 +28,16 @@ def test_losses_of_a_run_whose_ranks_are_killed(mesh: str, nodes: int, tmp_path:
     killed(peace, mesh, 4, 30, 0, seed=0)
     assert killed(war, mesh, 4, 30, 2, seed=0, waiting="go on", nodes=nodes) == 2
     assert losses_of(war) == losses_of(peace)
+
+
+def test_a_stopped_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    peace, war = tmp_path / "peace", tmp_path / "war"
+    peace.mkdir()
+    war.mkdir()
+    killed(peace, "dp=2,tp=2", 4, 30, 0, seed=0)
+    assert killed(war, "dp=2,tp=2", 4, 30, 1, seed=0, how=signal.SIGSTOP) == 1
+    assert losses_of(war) == losses_of(peace)
+    assert named(war) >= 1 and not left_of(war)
 
 
 def test_checkpoints_of_one_mesh_go_on_on_another(tmp_path: Path) -> None:

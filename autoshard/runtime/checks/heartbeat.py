@@ -1,7 +1,8 @@
 """Says which rank a job waits for: every rank tells the others, through the store, that it is alive.
 
 A thread of every rank counts in the store. A rank that is inside a call of the model for long looks whose
-counts stand still (stopped, or gone) and who is in no call or in another one, and says so on stderr.
+counts stand still (stopped, or gone) and who is in no call or in another one, and says so on stderr. After
+much longer it ends its process, so that torchrun ends or restarts the others.
 """
 
 from __future__ import annotations
@@ -12,35 +13,54 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from autoshard.errors import UsageError
 from autoshard.runtime.checks.collective_watchdog import Store, ranks_text
 
-VARIABLE = "AUTOSHARD_STALL"
+STALL, TIMEOUT = "AUTOSHARD_STALL", "AUTOSHARD_TIMEOUT"
 #: seconds inside one call after which a rank asks where the others are
 PATIENCE = 30.0
+#: seconds inside one call after which a rank ends, as torch's process groups do
+LIMIT = 1800.0
 #: beats between two looks at the others
 _BEATS = 3
 
 
-def patience() -> float:
-    """Seconds of `VARIABLE`; 0: no heartbeat. Raises UsageError if the variable is no number."""
-    text = os.environ.get(VARIABLE, "").strip()
+def patience() -> tuple[float, float]:
+    """Seconds after which ranks that do not come are named, and after which a rank that waits for them ends;
+    0 for never. Raises UsageError if a variable of these is no number."""
+    limit = _seconds(TIMEOUT, LIMIT)
+    stall = _seconds(STALL, PATIENCE)
+    return min(stall, limit / 2) if limit and stall else stall, limit
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "").strip()
     try:
-        seconds = float(text) if text else PATIENCE
+        seconds = float(text) if text else default
     except ValueError:
-        raise UsageError(f"{VARIABLE} is {text!r}", hint="give seconds, 0 for never") from None
+        raise UsageError(f"{variable} is {text!r}", hint="give seconds, 0 for never") from None
     return max(0.0, seconds)
 
 
 class Heartbeat:
-    """Of one rank. rank: in the world. ranks: of the program. seconds: see `PATIENCE`."""
+    """Of one rank. rank: in the world. ranks: of the program. seconds, limit: see `patience`. leave: ends the
+    process."""
 
-    def __init__(self, store: Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        seconds: float,
+        limit: float = 0.0,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
         self.store, self.rank, self.ranks, self.seconds = store, rank, tuple(ranks), seconds
+        self.limit, self._leave = limit, leave
         self.calls, self.since = 0, 0.0
         self._said = -1
         #: every rank binds the same programs in the same order
@@ -72,8 +92,11 @@ class Heartbeat:
             note = {"count": count, "calls": self.calls, "inside": bool(self.since)}
             try:
                 self.store.set(self._key(self.rank), json.dumps(note))
-                long = self.since and time.monotonic() - self.since > self.seconds
-                if not long or self._said == self.calls:
+                since = self.since
+                waited = time.monotonic() - since if since else 0.0
+                if self.limit and waited > self.limit:
+                    return self._give_up(waited)
+                if waited <= self.seconds or self._said == self.calls:
                     before = {}
                 elif not before:
                     asked, before = count, self._notes()
@@ -82,6 +105,12 @@ class Heartbeat:
                     self._report(before)
             except RuntimeError:
                 return  # the store is gone: the job ends
+
+    def _give_up(self, waited: float) -> None:
+        """End the process: torch cannot be told to stop waiting."""
+        text = f"autoshard: rank {self.rank} ends after {waited:.0f} s in call {self.calls} of the model"
+        print(f"{text} ({TIMEOUT}={self.limit:g})", file=sys.stderr, flush=True)
+        self._leave(1)
 
     def _report(self, before: dict[int, Any]) -> None:
         now = self._notes()

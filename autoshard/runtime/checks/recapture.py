@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture import capture
-from autoshard.capture.precision import Precision
+from autoshard.capture.precision import MixedPrecision
 from autoshard.capture.python_state.captured_state import CapturedState
 from autoshard.capture.size_conditions import size_conditions
 from autoshard.errors import CaptureError
@@ -50,7 +50,7 @@ def captured_of(
         compiled,
         resized,
         lambda module: SharedConditions.of(
-            ranks, lambda: size_conditions(module, args, kwargs, batched, Precision(precision))
+            ranks, lambda: size_conditions(module, args, kwargs, batched, MixedPrecision(precision))
         ),
     )
 
