@@ -22,7 +22,7 @@ from autoshard.planner.length_plans import LengthPlans, LengthShare, most_freque
 from autoshard.planner.lowering import whole_mesh
 from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.program.program import Program
-from autoshard.program.store import load_program, save_program
+from autoshard.program.store import folder_for, load_program, save_program
 from autoshard.rules.user import Rules
 from autoshard.runtime.arguments import split_inputs
 from autoshard.search.plan.plan import Plan
@@ -167,17 +167,18 @@ def load(
     """Make ``model`` run a stored program, on every rank: no capture, no search. Calls of another kind are
     planned as of a model that `parallelize` gave.
 
-    The process group is made from the environment (torchrun) if there is none yet. A program only calls
-    ops that are known: a program with ops of the user's own needs their ``rules`` again, and raises
+    A folder may have programs for several numbers of ranks (``autoshard compile --also 24``): that of this
+    world is taken. The process group is made from the environment (torchrun) if there is none yet. A program
+    only calls ops that are known: one with ops of the user's own needs their ``rules`` again, and raises
     VerificationError without them.
     """
     from autoshard.planner.model_compiler import ModelCompiler
     from autoshard.runtime.compile_once import CompilingRanks
-    from autoshard.runtime.groups import device_mesh_for
+    from autoshard.runtime.groups import device_mesh_for, world_size
     from autoshard.runtime.module import bind
 
     fill_buffers(model)
-    program = load_program(folder, rules=rules)
+    program = load_program(folder_for(folder, mesh.size() if mesh else world_size()), rules=rules)
     devices = device_mesh_for(program.whole_mesh, mesh)
     plan = plan_from_json(program.plan)
     known = plan.cluster if plan.cluster in catalog_names() else None

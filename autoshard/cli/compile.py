@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -12,7 +13,7 @@ import typer
 from autoshard.cli import options as opt
 from autoshard.cli.from_options import with_options
 from autoshard.cli.output import Progress, print_json, reporting, stdout
-from autoshard.cli.plan import batch_options, make_plan
+from autoshard.cli.plan import also_planned, batch_options, make_plan
 from autoshard.errors import UsageError
 from autoshard.options import PassOptions, PlanOptions, chosen_of, options_from
 
@@ -35,6 +36,7 @@ def compile_command(
     plan: PlanOption = None,
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
+    also: opt.AlsoOption = "",
     overwrite: opt.OverwriteOption = False,
     rules: opt.RulesOption = None,
     without: opt.WithoutOption = "",
@@ -51,6 +53,7 @@ def compile_command(
         Offload.parse(options.offload)
         say = Progress()
         passes = options_from(PassOptions, {"offload": options.offload, **_switched(without)}, passes)
+        others: list[Program] = []
         if plan is None:
             if target is None:
                 raise UsageError(
@@ -59,16 +62,20 @@ def compile_command(
             inputs = batch_options(target, batch, options.global_batch, seq)
             planned = make_plan(target, mesh, cluster, inputs, options, rules, say)
             program = api.compile_analysed(planned, say, passes)
+            for other in also_planned(also, target, mesh, cluster, inputs, options, rules, say):
+                others.append(api.compile_analysed(other, say, passes))
         else:
             asked = chosen_of(replace(options, offload=""))
-            if target or mesh or batch or seq or asked:
+            if target or mesh or batch or seq or also or asked:
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
             program, inputs = _from_plan(plan, cluster, rules, say, passes)
-        program = api.with_options(program, **{k: str(v) for k, v in inputs.items()})
-        save_program(program, out, overwrite=overwrite)
-        _report(program, out, json)
+        program, *others = (
+            api.with_options(p, **{k: str(v) for k, v in inputs.items()}) for p in (program, *others)
+        )
+        save_program(program, out, overwrite=overwrite, also=others)
+        _report([program, *others], out, json)
 
 
 def _switched(without: str) -> dict[str, bool]:
@@ -107,16 +114,18 @@ def _from_plan(
     return compiled.program, inputs
 
 
-def _report(program: Program, out: Path, json: bool) -> None:
+def _report(programs: Sequence[Program], out: Path, json: bool) -> None:
     from autoshard.cluster import Mesh
 
-    ranks = Mesh.parse(program.whole_mesh).world_size
+    program, *others = programs
+    ranks, *fewer = (Mesh.parse(p.whole_mesh).world_size for p in programs)
     if json:
         document = {
             "command": "compile",
             "folder": str(out),
             "mesh": program.whole_mesh,
             "ranks": ranks,
+            "also": [{"ranks": n, "mesh": p.whole_mesh} for n, p in zip(fewer, others, strict=True)],
             "target": program.target,
             "options": dict(program.options),
             "segments": list(program.lowered.segments),
@@ -127,6 +136,8 @@ def _report(program: Program, out: Path, json: bool) -> None:
     console = stdout()
     console.print(f"[bold]{program.whole_mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to ", end="")
     console.print(str(out), markup=False)
+    for count, other in zip(fewer, others, strict=True):
+        console.print(f"[bold]{other.whole_mesh}[/]  for {count} ranks, in the same folder")
     word = quote(str(out))
     console.print(f"verify   autoshard verify {word}", markup=False)
     console.print(f"read     autoshard inspect {word} --rank 0", markup=False)

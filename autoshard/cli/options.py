@@ -33,6 +33,14 @@ ClusterOption = Annotated[
 ]
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="of hf: targets [default: 8]")]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
+AlsoOption = Annotated[
+    str,
+    typer.Option(
+        "--also",
+        metavar="24,16",
+        help="for these numbers of ranks, too, with the same sequences per step, for a run that loses nodes",
+    ),
+]
 LengthsOption = Annotated[
     str | None,
     typer.Option(

@@ -39,6 +39,7 @@ def plan_command(
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
     lengths: opt.LengthsOption = None,
+    also: opt.AlsoOption = "",
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
     rules: opt.RulesOption = None,
@@ -75,11 +76,18 @@ def plan_command(
         if out is not None:
             request = Request(target, inputs, options, "" if rules is None else str(rules))
             write_plan(out, planned.plan, request, overwrite=overwrite)
-        summary = summarise(planned.plan, planned.analysis, planned.solution, planned.staging, planned.peak)
+        others = list(also_planned(also, target, mesh, cluster, inputs, options, rules, Progress()))
+        summary, *more = (
+            summarise(p.plan, p.analysis, p.solution, p.staging, p.peak) for p in (planned, *others)
+        )
         if json:
-            print_json({"command": "plan", "folder": str(out) if out else None, **summary.as_json()})
+            document = {"command": "plan", "folder": str(out) if out else None, **summary.as_json()}
+            print_json(document | ({"also": [each.as_json() for each in more]} if more else {}))
         else:
             print_summary(summary)
+            for each in more:
+                stdout().print()
+                print_summary(each)
             if out is not None:
                 stdout().print(f"\nplan written to {out}", markup=False)
         if planned.solution is not None and planned.solution.interrupted:
@@ -114,6 +122,32 @@ def make_plan(
 
     model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, say)
     return api.plan(model, where, target=target, **more)
+
+
+def also_planned(
+    also: str,
+    target: str,
+    mesh: str | None,
+    cluster: str | None,
+    inputs: dict[str, int],
+    options: PlanOptions,
+    rules: Path | None,
+    say: Progress,
+) -> Iterator[Planned]:
+    """Plans of the same step for other numbers of ranks: the best mesh of each."""
+    counts = [n.strip() for n in also.split(",") if n.strip()]
+    if any(not n.isdigit() or int(n) < 1 for n in counts):
+        raise UsageError(f"--also is {also!r}", hint="numbers of ranks: --also 24,16")
+    if counts and cluster is None:
+        raise UsageError(
+            "--also needs a cluster",
+            why="the mesh for another number of ranks is searched",
+            hint="--cluster NAME, beside the mesh or instead of it",
+        )
+    batch = options.global_batch or inputs.get("batch")
+    for count in counts:
+        fewer = replace(options, devices=int(count), global_batch=batch, microbatches=None, chunks=None)
+        yield make_plan(target, None, cluster, inputs, fewer, rules, say)
 
 
 def planning_arguments(

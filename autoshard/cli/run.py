@@ -48,13 +48,15 @@ def run_command(
         from autoshard import api
         from autoshard.cluster import Mesh
         from autoshard.interop.targets import load_rules
-        from autoshard.program.store import load_program
+        from autoshard.program.store import folder_for, load_program
         from autoshard.runtime.arguments import split_inputs
         from autoshard.runtime.corpus import load_corpus
+        from autoshard.runtime.groups import world_size
         from autoshard.runtime.microbatch import whole_batch
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
 
         custom_rules = load_rules(rules)
+        folder = folder_for(folder, world_size())
         program = load_program(folder, rules=custom_rules)
         first = int(os.environ.get("RANK", 0)) == 0
         say = Progress(quiet=not first)

@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from autoshard._version import __version__
+from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Port, Result
 from autoshard.ir.boundaries import returns_of
@@ -69,16 +70,37 @@ _DAMAGE = (
 )
 
 
-def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def save_program(
+    program: Program,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    also: Sequence[Program] = (),
+) -> Path:
     """Write the folder. It appears complete or, on any error, not at all.
 
+    also: of the same model for other numbers of ranks, in folders of their own inside (`folder_for`).
     Raises UsageError if the folder exists and is not a program folder, or ``overwrite`` is false.
     """
     target = Path(folder)
     check_target(target, overwrite=overwrite)
     with replaced_whole(target) as staging:
         _write(program, staging)
+        for other in also:
+            inner = staging / _ranks_folder(Mesh.parse(other.whole_mesh).world_size)
+            inner.mkdir()
+            _write(other, inner)
     return target
+
+
+def folder_for(folder: str | os.PathLike[str], ranks: int) -> Path:
+    """Where the program for so many ranks is: the folder itself, or one inside."""
+    inner = Path(folder) / _ranks_folder(ranks)
+    return inner if (inner / "manifest.json").is_file() else Path(folder)
+
+
+def _ranks_folder(ranks: int) -> str:
+    return f"ranks-{ranks}"
 
 
 @contextmanager

@@ -24,6 +24,11 @@ from autoshard.runtime.checks.collective_watchdog import ranks_text
 from autoshard.torch_adapters.groups import copy_timeout
 
 
+def world_size() -> int:
+    """Ranks of the job, also before there is a process group."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
 def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
     """The DeviceMesh of a program, made from torchrun's environment unless one is given.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -11,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from calls_worker import backward, batch, build
 from kills import killed, left_of, losses_of, named
 from ranks import HERE, run_ranks
 from torch import nn
+from typer.testing import CliRunner
 
+from autoshard.cli.main import app
 from autoshard.errors import UsageError
 from autoshard.runtime.checkpoints import Checkpoints
 from autoshard.runtime.groups import _token
@@ -38,6 +42,36 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     assert killed(war, "dp=2,tp=2", 4, 30, 1, seed=0, how=signal.SIGSTOP) == 1
     assert losses_of(war) == losses_of(peace)
     assert named(war) >= 1 and not left_of(war)
+
+
+def test_a_run_goes_on_on_fewer_ranks(tmp_path: Path) -> None:
+    build("Llama").config.save_pretrained(tmp_path)
+    words = [
+        "compile",
+        f"hf:{tmp_path / 'config.json'}",
+        "--cluster",
+        "cpu-gloo",
+        "--gpus",
+        "4",
+        "--also",
+        "3",
+    ]
+    words += ["--global-batch", "8", "--seq", "16", "-o", str(tmp_path / "program"), "--json"]
+    made = CliRunner().invoke(app, words)
+    assert made.exit_code == 0, made.output
+    (fewer,) = json.loads(made.stdout)["also"]
+    assert fewer["ranks"] == 3
+    rows = []
+    for ranks in (4, 3):
+        said = run_ranks([str(HERE / "fewer_worker.py"), str(tmp_path), "3"], ranks=ranks)
+        rows += [line.split() for line in said.splitlines() if line.startswith("loss")]
+    assert [row[3] for row in rows] == 3 * [json.loads(made.stdout)["mesh"]] + 3 * [fewer["mesh"]]
+    plain = build("Llama")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step, row in enumerate(rows):
+        assert float(row[2]) == pytest.approx(backward(plain, batch(8, 16, step)), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_checkpoints_of_one_mesh_go_on_on_another(tmp_path: Path) -> None:
