@@ -77,17 +77,17 @@ def plan_command(
             request = Request(target, inputs, options, "" if rules is None else str(rules))
             write_plan(out, planned.plan, request, overwrite=overwrite)
         others = list(also_planned(also, target, mesh, cluster, inputs, options, rules, Progress()))
-        summary, *more = (
+        summary, *also_summaries = (
             summarise(p.plan, p.analysis, p.solution, p.staging, p.peak) for p in (planned, *others)
         )
         if json:
             document = {"command": "plan", "folder": str(out) if out else None, **summary.as_json()}
-            print_json(document | ({"also": [each.as_json() for each in more]} if more else {}))
+            print_json(document | ({"also": [s.as_json() for s in also_summaries]} if also_summaries else {}))
         else:
             print_summary(summary)
-            for each in more:
+            for other in also_summaries:
                 stdout().print()
-                print_summary(each)
+                print_summary(other)
             if out is not None:
                 stdout().print(f"\nplan written to {out}", markup=False)
         if planned.solution is not None and planned.solution.interrupted:

@@ -46,18 +46,9 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_on_fewer_ranks(tmp_path: Path) -> None:
     build("Llama").config.save_pretrained(tmp_path)
-    words = [
-        "compile",
-        f"hf:{tmp_path / 'config.json'}",
-        "--cluster",
-        "cpu-gloo",
-        "--gpus",
-        "4",
-        "--also",
-        "3",
-    ]
-    words += ["--global-batch", "8", "--seq", "16", "-o", str(tmp_path / "program"), "--json"]
-    made = CliRunner().invoke(app, words)
+    config, out = f"hf:{tmp_path / 'config.json'}", str(tmp_path / "program")
+    words = f"--cluster cpu-gloo --gpus 4 --also 3 --global-batch 8 --seq 16 --json -o {out}".split()
+    made = CliRunner().invoke(app, ["compile", config, *words])
     assert made.exit_code == 0, made.output
     (fewer,) = json.loads(made.stdout)["also"]
     assert fewer["ranks"] == 3
