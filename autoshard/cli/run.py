@@ -71,7 +71,7 @@ def run_command(
         first = int(os.environ.get("RANK", 0)) == 0
         say = Progress(quiet=not first)
         # before anything that takes time, since it may be refused
-        steps_log = None if log is None else StepLog(log, _work(program, cluster, say), first=first)
+        steps_log = None if log is None else StepLog(log, _work(program, cluster), first=first)
         with _process_group(Mesh.parse(program.whole_mesh), folder):
             say(f"building {target or program.target}")
             built = model_of(program, folder, target, seed)
@@ -120,9 +120,9 @@ def _process_group(mesh: Mesh, folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _work(program: Program, cluster: str | None, say: Progress) -> StepWork:
-    """What a step does. The peak is that of the cluster that is named, on CUDA else of the plan's; another
-    CPU's says nothing of this one."""
+def _work(program: Program, cluster: str | None) -> StepWork:
+    """What a step does. The peak is that of the cluster that is named, else on CUDA of the plan's: that of
+    another CPU says nothing of this one."""
     import torch
 
     from autoshard.cli.inspect import prices_of
@@ -135,13 +135,7 @@ def _work(program: Program, cluster: str | None, say: Progress) -> StepWork:
     what, items = items_of(program)
     if cluster is None and not torch.cuda.is_available():
         return StepWork(what, items, 0.0, None)
-    try:
-        machine = prices_of(program.plan, cluster)
-    except UsageError as error:
-        if cluster is not None:
-            raise
-        say(f"mfu is null: {error.what}")
-        return StepWork(what, items, 0.0, None)
+    machine = prices_of(program.plan, cluster)
     flop, dtype = program_flop(Pricer(program, machine))
     return StepWork(what, items, flop, machine.peak(dtype, Mesh.parse(program.whole_mesh).world_size))
 

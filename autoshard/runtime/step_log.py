@@ -35,10 +35,9 @@ class StepLog:
     Raises UsageError if the file exists, or cannot be made: a log has the steps of one run.
     """
 
-    def __init__(self, path: str | os.PathLike[str], work: StepWork, *, first: bool | None = None) -> None:
-        """first: whether this rank writes (default: rank 0)."""
+    def __init__(self, path: str | os.PathLike[str], work: StepWork, *, first: bool) -> None:
+        """first: whether this is rank 0; there may be no process group yet."""
         self.work = work
-        first = (not dist.is_initialized() or dist.get_rank() == 0) if first is None else first
         self._file = _created(Path(path)) if first else None
 
     def __call__(self, report: StepReport) -> None:
