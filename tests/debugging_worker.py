@@ -90,6 +90,8 @@ def nans(mesh: str) -> None:
     plain(x).backward()
     for p, q in zip(parallel.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(p.grad), q.grad)
+    # captured inside of the mode
+    assert told(parallel, torch.randn(12, 16)) is None
     with torch.no_grad():
         parallel.layers[1].up.weight.zero_()
         parallel.layers[1].up.bias.zero_()
@@ -121,7 +123,7 @@ def nan_in_backward() -> None:
     assert error is not None and "of layers.1.inner, backward on" in error.what, error
 
 
-def out_of_memory() -> None:
+def out_of_memory(watched: bool) -> None:
     """With room in its address space for two of many large tensors, an allocation of the process fails."""
     torch.manual_seed(0)
     x = torch.randn(16384, 16)  # 64 MiB per rank and wide tensor
@@ -133,7 +135,8 @@ def out_of_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + (160 << 20), before[1]))
     found: RuntimeError | None = None
     try:
-        parallel(x)
+        with torch.autograd.set_detect_anomaly(watched):
+            parallel(x)
     except RuntimeError as error:
         found = error
     finally:
@@ -169,7 +172,8 @@ def main() -> None:
     os.chdir(sys.argv[1])
     warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
     dist.init_process_group()
-    out_of_memory()
+    out_of_memory(watched=False)
+    out_of_memory(watched=True)
     os.environ["AUTOSHARD_DUMP"] = "programs"
     guide()
     del os.environ["AUTOSHARD_DUMP"]

@@ -50,8 +50,7 @@ def allow_nan_checks() -> None:
     It calls an op on them for which torch 2.13 has no sharding.
     """
     op = torch.ops.aten._is_any_true.default
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    if op not in propagator.op_strategy_funcs and op not in propagator.op_to_rules:
+    if op not in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs:
 
         @register_sharding(op)
         def any_true(x: Spec) -> list[tuple[list[TorchPlacement], list[TorchPlacement]]]:

@@ -52,5 +52,8 @@ def _name(program: Program, model: str) -> str:
         if p.kind == "input" and p.target.isdigit()
     ]
     step = [f"{program.microbatches}-microbatches"] if program.microbatches > 1 else []
-    parts = [model, program.whole_mesh, "train" if signature.training else "eval", *step, *given]
+    differentiated = sum(p.kind == "tangent" for p in signature.ports)
+    outputs = [f"{differentiated}-outputs"] if differentiated > 1 else []
+    mode = "train" if signature.training else "eval"
+    parts = [model, program.whole_mesh, mode, *step, *outputs, *given]
     return re.sub(r"[^\w=,.-]+", "_", "-".join(parts))[:_LONGEST]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ def note_held(error: BaseException, places: OpPlaces, values: Mapping[str, Any],
     if len(found) > _ROWS:
         rows.append((f"{len(found) - _ROWS} others", found.total() - sum(size for _, size in rows)))
     table = "\n".join(f"  {bytes_text(size):>10}  {row}" for row, size in rows)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     error.add_note(
-        f"autoshard: rank {dist.get_rank()} ran out of memory in {place} ({place.source}). The call holds "
+        f"autoshard: rank {rank} ran out of memory in {place} ({place.source}). The call holds "
         f"{bytes_text(found.total())}, by the module that made it:\n{table}\n"
         "Gradients of earlier calls and the state of the optimizer are not in it."
     )
@@ -52,10 +54,15 @@ def _inside(
 ) -> tuple[OpPlace, list[tuple[str, Any]]]:
     """The op that failed, and the values that its segment had made by then, with their modules."""
     steps, _, _ = item.opened([None] * len(item.args))
-    own, at = places.of(item.made_of), error.__traceback__
-    while at is not None and at.tb_frame.f_code.co_filename != SEGMENT:
-        at = at.tb_next
-    local = {} if at is None else at.tb_frame.f_locals
-    made = [(place, f"v{o}") for step, place in zip(steps, own, strict=True) for o in step.outs]
-    failed = next((place for place, name in made if name not in local), own[-1])
-    return failed, [(place.module, local[name]) for place, name in made if name in local]
+    own, failed = places.of(item.made_of), None
+    made = [(place, o) for step, place in zip(steps, own, strict=True) for o in step.outs]
+    local: Mapping[str, Any] = {}
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == SEGMENT:
+            local = frame.f_locals
+        elif isinstance(frame.f_locals.get("place"), OpPlace):
+            # ops are run one by one, for a profiler or for NaNs
+            failed, slots = frame.f_locals["place"], frame.f_locals["slots"]
+            local = {f"v{o}": slots[o] for _, o in made if slots[o] is not None}
+    failed = failed or next((place for place, o in made if f"v{o}" not in local), own[-1])
+    return failed, [(place.module, local[f"v{o}"]) for place, o in made if f"v{o}" in local]
