@@ -25,6 +25,7 @@ from autoshard.program.program import Program
 from autoshard.program.store import folder_for, load_program, save_program
 from autoshard.rules.user import Rules
 from autoshard.runtime.arguments import split_inputs
+from autoshard.runtime.said import say_once, stages_said
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.solve.memory_text import bytes_up
@@ -86,12 +87,14 @@ def plan(
         options: how the plan is searched; overrides: fields of it by name, `autoshard.PlanOptions`.
         rules: the user's own sharding rules, see `autoshard.rule`.
         target: what the plan is called.
+        progress: is told every stage (default: lines on stderr once planning takes more than two seconds).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
     chosen = options_from(PlanOptions, overrides, options)
-    request = request_of(model, mesh, cluster, chosen, target, progress)
-    return request.planned(_source(model, example_inputs, chosen, rules))
+    with stages_said(progress) as say:
+        request = request_of(model, mesh, cluster, chosen, target, say)
+        return request.planned(_source(model, example_inputs, chosen, rules))
 
 
 def plan_lengths(
@@ -115,9 +118,10 @@ def plan_lengths(
     The others are those of `plan`. Raises what `plan` raises.
     """
     chosen = options_from(PlanOptions, overrides, options)
-    request = request_of(model, mesh, cluster, chosen, "", progress)
     source = _source(model, example_inputs, chosen, rules)
-    return planner_lengths.plan_lengths(request, source, planner_lengths.parse_lengths(lengths))
+    with stages_said(progress) as say:
+        request = request_of(model, mesh, cluster, chosen, "", say)
+        return planner_lengths.plan_lengths(request, source, planner_lengths.parse_lengths(lengths))
 
 
 def _source(model: nn.Module, inputs: Any, options: PlanOptions, rules: Rules) -> Source:
@@ -147,13 +151,13 @@ def compile(
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
     made for. passes: fields of `autoshard.PassOptions` by name.
     """
-    say = progress or (lambda _: None)
-    if isinstance(plan, Plan):
-        args, kwargs = split_inputs(example_inputs)
-        source = Source(model, args, kwargs, bool(plan.replicated), rules, precision=plan.precision)
-        machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
-        plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say, options_from(PassOptions, passes)))
+    with stages_said(progress) as say:
+        if isinstance(plan, Plan):
+            args, kwargs = split_inputs(example_inputs)
+            source = Source(model, args, kwargs, bool(plan.replicated), rules, precision=plan.precision)
+            machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
+            plan = Planned(plan, source.analysed(say), machine, None, source)
+        return Compiled(compile_analysed(plan, say, options_from(PassOptions, passes)))
 
 
 def load(
@@ -201,6 +205,7 @@ def parallelize(
     local_batch: bool = False,
     seed: int = 0,
     rules: Rules = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> M: ...
 @overload
@@ -215,6 +220,7 @@ def parallelize(
     local_batch: bool = False,
     seed: int = 0,
     rules: Rules = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Any:
     """A model that runs in parallel on a mesh; its parameters become DTensors under their own names.
@@ -227,7 +233,7 @@ def parallelize(
     such backward, or at once with ``differentiate="all"``. As a decorator
     (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
 
-    The mesh, example inputs, cluster and rules are those of `plan`.
+    The mesh, example inputs, cluster, rules and progress (of the rank that plans) are those of `plan`.
 
     Args:
         lengths: ``"512:0.7,4096:0.3"``: lengths of sequences and the shares of steps that have them; their
@@ -243,6 +249,7 @@ def parallelize(
         "local_batch": local_batch,
         "seed": seed,
         "rules": rules,
+        "progress": progress,
         **options,
     }
     if model is None:
@@ -265,6 +272,7 @@ def parallelize(
             local_batch=local_batch,
             seed=seed,
             rules=rules,
+            progress=progress,
         )
 
     if example_inputs is None:
@@ -300,13 +308,13 @@ def _parallelize_now(
     local_batch: bool,
     seed: int,
     rules: Rules,
+    progress: Progress | None,
 ) -> nn.Module:
     from autoshard.planner.model_compiler import ModelCompiler
     from autoshard.runtime.compile_once import CompilingRanks
     from autoshard.runtime.groups import device_mesh_for, init_world
     from autoshard.runtime.local_batch import global_example
     from autoshard.runtime.module import bind
-    from autoshard.runtime.said import say_once
 
     fill_buffers(model)
     where = parse_target(mesh)
@@ -314,7 +322,7 @@ def _parallelize_now(
         example_inputs = global_example(example_inputs, ranks_of(where, options))
     given = mesh if isinstance(mesh, DeviceMesh) else None
     init_world(where if isinstance(where, Mesh) and given is None else None)
-    compiler = ModelCompiler(where, cluster, options, passes, rules, CompilingRanks.of(given))
+    compiler = ModelCompiler(where, cluster, options, passes, rules, CompilingRanks.of(given), progress)
     inputs = split_inputs(example_inputs)
     program, captured, planned = compiler.first(model, inputs, shares)
     bound = bind(

@@ -62,6 +62,12 @@ class CollectiveError(AutoshardError):
     exit_code = 6
 
 
+class AnomalyError(AutoshardError, RuntimeError):
+    """A gradient is NaN, under ``torch.autograd.detect_anomaly()``."""
+
+    exit_code = 5
+
+
 class VerificationError(AutoshardError):
     """A program is not what it should be: wrong numbers, wrong types, or a damaged folder."""
 

@@ -7,20 +7,17 @@ Arguments: the folder, in which ``path/to/model`` is a small Llama; guides. They
 from __future__ import annotations
 
 import os
-import re
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from calls_worker import batch, build, full
+from guide_blocks import run_blocks
 from leaving import leave
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def weights(names: dict[str, Any]) -> None:
@@ -56,11 +53,7 @@ def main() -> None:
     dist.init_process_group()
     for guide in guides:
         names: dict[str, Any] = {"batch": batch(8, 16), "build": partial(build, "Llama")}
-        text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            # one process group for all guides
-            block = re.sub(r"\w+\.init_process_group\(\)\n", "", block)
-            exec(compile(block, f"{guide}.md", "exec"), names)
+        run_blocks(guide, names)
         globals()[guide](names)
         if dist.get_rank() == 0:
             print("ok", guide)

@@ -265,7 +265,8 @@ def _gradients(
                 hint="register it (nn.Parameter, or a submodule that is an attribute), or use it under "
                 "torch.no_grad()",
             )
-    with fx_traceback.preserve_node_meta():
+    # anomaly mode asks for values, which there are none of
+    with fx_traceback.preserve_node_meta(), torch.autograd.set_detect_anomaly(False):
         fx_traceback.get_current_meta()["partitioner_tag"] = BACKWARD
         return torch.autograd.grad(outs, wanted, grad_outputs=tangents, allow_unused=True)
 

@@ -18,6 +18,7 @@ from autoshard.errors import UsageError
 if TYPE_CHECKING:
     from autoshard.cluster import Mesh
     from autoshard.program.program import Program
+    from autoshard.runtime.step_log import StepWork
     from autoshard.runtime.train import StepReport
 
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="optimizer steps")]
@@ -29,6 +30,14 @@ DataOption = Annotated[
 ClipOption = Annotated[
     float, typer.Option("--clip", min=0.0, help="largest norm of all gradients together; 0: no clipping")
 ]
+LogOption = Annotated[
+    Path | None,
+    typer.Option("--log", metavar="FILE", help="a line of JSON per step; refused if FILE exists"),
+]
+PeakOption = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME|FILE", help="whose peak the mfu of --log is a share of"),
+]
 
 
 def run_command(
@@ -38,6 +47,8 @@ def run_command(
     data: DataOption = None,
     seed: opt.SeedOption = 0,
     clip: ClipOption = 1.0,
+    log: LogOption = None,
+    cluster: PeakOption = None,
     target: opt.OtherTarget = None,
     rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
@@ -53,6 +64,7 @@ def run_command(
         from autoshard.runtime.corpus import load_corpus
         from autoshard.runtime.groups import world_size
         from autoshard.runtime.microbatch import whole_batch
+        from autoshard.runtime.step_log import StepLog
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
 
         custom_rules = load_rules(rules)
@@ -60,6 +72,8 @@ def run_command(
         program = load_program(folder, rules=custom_rules)
         first = int(os.environ.get("RANK", 0)) == 0
         say = Progress(quiet=not first)
+        # before anything that takes time, since it may be refused
+        steps_log = None if log is None else StepLog(log, _work(program, cluster), first=first)
         with _process_group(Mesh.parse(program.whole_mesh), folder):
             say(f"building {target or program.target}")
             built = model_of(program, folder, target, seed)
@@ -70,7 +84,13 @@ def run_command(
             pieces = f", {program.microbatches} microbatches a step" if program.microbatches > 1 else ""
             say(f"training on {source}{pieces}")
             show = _printer(steps, first, say if json else None)
-            reports = train(model, feed, steps=steps, lr=lr, clip=clip or None, on_step=show)
+
+            def on_step(report: StepReport) -> None:
+                for tell in (show, steps_log):
+                    if tell is not None:
+                        tell(report)
+
+            reports = train(model, feed, steps=steps, lr=lr, clip=clip or None, on_step=on_step)
             if first:
                 _report(folder, program, source, reports, rank_bytes, model_bytes, json)
 
@@ -100,6 +120,26 @@ def _process_group(mesh: Mesh, folder: Path) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _work(program: Program, cluster: str | None) -> StepWork:
+    """What a step does. The peak is that of the cluster that is named, else on CUDA of the plan's: that of
+    another CPU says nothing of this one."""
+    import torch
+
+    from autoshard.cli.inspect import prices_of
+    from autoshard.cluster import Mesh
+    from autoshard.report.simulation import items_of
+    from autoshard.runtime.step_log import StepWork
+    from autoshard.simulate.pricing import Pricer
+    from autoshard.simulate.step import program_flop
+
+    what, items = items_of(program)
+    if cluster is None and not torch.cuda.is_available():
+        return StepWork(what, items, 0.0, None)
+    machine = prices_of(program.plan, cluster)
+    flop, dtype = program_flop(Pricer(program, machine))
+    return StepWork(what, items, flop, machine.peak(dtype, Mesh.parse(program.whole_mesh).world_size))
 
 
 def _printer(steps: int, first: bool, say: Progress | None) -> Callable[[StepReport], None] | None:

@@ -17,13 +17,14 @@ from autoshard.options import Differentiate, PassOptions, PlanOptions
 from autoshard.planner.compiling import cluster_of, compile_analysed, options_on, request_of
 from autoshard.planner.length_plans import LengthShare, most_frequent, plan_lengths, resized_inputs
 from autoshard.planner.lowering import schedule_of, whole_mesh
-from autoshard.planner.planning import Planned, Source
+from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.program.program import Program
 from autoshard.rules.user import Rules, user_rules
 from autoshard.runtime.checks.call_guard import Captured, Inputs
 from autoshard.runtime.checks.recapture import captured_of, example_of
 from autoshard.runtime.compile_once import CompiledOnce, CompilingRanks, compile_once
+from autoshard.runtime.said import stages_said
 from autoshard.search.plan.plan_json import plan_from_json
 
 
@@ -32,7 +33,7 @@ class ModelCompiler:
     """Compiles on one of the ranks, for all of them: every method that compiles is collective.
 
     mesh: a mesh, or a cluster whose meshes are searched for the first plan. cluster: as for `autoshard.plan`.
-    options: of every plan.
+    options: of every plan. progress: see `autoshard.plan`; of the rank that plans.
     """
 
     mesh: Mesh | Cluster
@@ -41,6 +42,7 @@ class ModelCompiler:
     passes: PassOptions
     rules: Rules
     ranks: CompilingRanks
+    progress: Progress | None = None
 
     def first(
         self, model: nn.Module, inputs: Inputs, shares: Sequence[LengthShare] = ()
@@ -89,13 +91,14 @@ class ModelCompiler:
         shares: Sequence[LengthShare] = (),
     ) -> CompiledOnce[Planned]:
         def compile_here() -> tuple[Program, Planned]:
-            request = request_of(model, self.mesh, self.cluster, options)
-            source = self._source(model, inputs, options.replicate_unknown, options)
-            if shares:
-                planned = plan_lengths(request, source, shares).most_frequent.planned
-            else:
-                planned = request.planned(source)
-            return compile_analysed(planned, passes=self.passes), planned
+            with stages_said(self.progress, here=self.ranks.first) as say:
+                request = request_of(model, self.mesh, self.cluster, options, progress=say)
+                source = self._source(model, inputs, options.replicate_unknown, options)
+                if shares:
+                    planned = plan_lengths(request, source, shares).most_frequent.planned
+                else:
+                    planned = request.planned(source)
+                return compile_analysed(planned, say, self.passes), planned
 
         return compile_once(compile_here, self._key(model, inputs, options, shares), self.ranks, self.rules)
 

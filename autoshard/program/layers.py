@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Call
@@ -68,3 +68,20 @@ def _numbered(label: str) -> tuple[str, int]:
     """What stands before the number at the end, and the number; -1 if there is none."""
     match = _NUMBERED.match(label)
     return (match.group(1), int(match.group(2))) if match else (label, -1)
+
+
+def upwards(module: str) -> Iterable[str]:
+    """A module and those it is in, innermost first; nothing for the root."""
+    parts = module.split(".") if module else []
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+def relabelled(module: str, label: str, labels: Collection[str]) -> str:
+    """A module of a segment, whose names are those of one of its layers, in the layer ``label``.
+
+    labels: of all layers.
+    """
+    if not label:
+        return module
+    layer = next((m for m in upwards(module) if m in labels), "")
+    return label + module[len(layer) :] if layer else module

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from autoshard.program.layers import upwards
 from autoshard.program.program import Program
 from autoshard.report.decided import Decisions, starred
 from autoshard.report.document_segments import Segment
-from autoshard.report.lookup import ProgramIndex, upwards
+from autoshard.report.lookup import ProgramIndex
 from autoshard.simulate.pricing import Pricer
 
 

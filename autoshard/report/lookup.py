@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -11,6 +11,7 @@ from typing import Literal
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Node, Port
+from autoshard.program.layers import relabelled, upwards
 from autoshard.program.program import Program
 from autoshard.report.decided import starred
 
@@ -81,11 +82,8 @@ class ProgramIndex:
         return frozenset(i.label for i in self.lowered.main if isinstance(i, Call) and i.label)
 
     def relabelled(self, module: str, label: str) -> str:
-        """A module of a segment, whose names are those of one of its layers, in the layer ``label``."""
-        if not label:
-            return module
-        layer = next((m for m in upwards(module) if m in self.labels), "")
-        return label + module[len(layer) :] if layer else module
+        """A module of a segment in the layer ``label``."""
+        return relabelled(module, label, self.labels)
 
     def find(self, name: str) -> LookupSubject:
         """The one thing that a name, the end of one, or a glob means.
@@ -178,12 +176,6 @@ def result_of(node: Node) -> str:
     """The first tensor that a node makes, "" if it makes none."""
     typed = zip(node.outs, node.types, strict=True)
     return next((out for out, type_ in typed if type_ is not None), "")
-
-
-def upwards(module: str) -> Iterable[str]:
-    """A module and those it is in, innermost first; nothing for the root."""
-    parts = module.split(".") if module else []
-    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
 def _few(names: Collection[str]) -> str:

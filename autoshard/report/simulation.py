@@ -37,15 +37,20 @@ class Bill:
     money: float | None
 
 
-def rates(program: Program, estimate: StepEstimate) -> Rates:
-    """Tokens are the elements of the first input of integers [batch, positions], else samples count."""
+def items_of(program: Program) -> tuple[str, int]:
+    """(what a step has, how many): tokens are the elements of the first input of integers [batch, positions],
+    else samples count."""
     ports = [p for p in program.signature.ports if p.kind == "input"]
     batched = [p for p in ports if p.target in program.signature.batch_inputs] or ports
     tokens = [p.type.shape for p in batched if p.type.dtype in ("i64", "i32") and len(p.type.shape) == 2]
     what = "tokens" if tokens else "samples"
     samples = next((p.type.shape[0] for p in batched if p.type.shape), 1)
     each = prod(tokens[0]) if tokens else samples
-    items = each * program.microbatches
+    return what, each * program.microbatches
+
+
+def rates(program: Program, estimate: StepEstimate) -> Rates:
+    what, items = items_of(program)
     world = Mesh.parse(program.whole_mesh).world_size
     return Rates(what, items, items / estimate.seconds if estimate.seconds else 0.0, world)
 

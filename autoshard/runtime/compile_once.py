@@ -22,6 +22,7 @@ from autoshard.errors import AutoshardError, UsageError, VerificationError
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, packed, save_program, unpacked
 from autoshard.rules.user import Rules
+from autoshard.runtime.debugging.dump import dump_folder
 from autoshard.runtime.groups import all_equal, device_here, world_device_type
 from autoshard.runtime.said import say_once
 
@@ -166,8 +167,10 @@ def _message(program: Program | None, others: bool) -> bytes:
 
 
 def _to_run(program: Program) -> Program:
-    """A program without what is for readers and for proofs alone."""
-    return replace(program, dumps={}, original=None, original_notes={})
+    """A program without what is for readers and for proofs alone, unless those are to have it."""
+    return (
+        program if dump_folder() is not None else replace(program, dumps={}, original=None, original_notes={})
+    )
 
 
 def _told(error: Exception) -> AutoshardError:

@@ -18,18 +18,28 @@ from autoshard.program.collectives import collectives_of
 from autoshard.program.program import Program
 from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.collectives import GroupCollectives
+from autoshard.runtime.debugging.held_memory import is_out_of_memory, note_held
+from autoshard.runtime.debugging.nan_trace import NanTrace
+from autoshard.runtime.debugging.op_places import OpPlaces
+from autoshard.runtime.debugging.ranges import Ranges
 from autoshard.runtime.host import host_for, landed
 from autoshard.runtime.pending import Issue, all_arrived, arrived
-from autoshard.runtime.prepared_steps import PreparedCall, PreparedSegment, function_of
+from autoshard.runtime.prepared_steps import PreparedCall, PreparedItem, PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport.transport import Transport
+from autoshard.torch_adapters.profiler import is_profiling
 
 #: (stage, phase, slice)
 PartKey: TypeAlias = "tuple[int, Phase, int]"
 
 
 class Values(dict[str, Any]):
-    """The values of one microbatch on a rank. left: value -> how many uses by parts are still to come."""
+    """The values of one microbatch on a rank. left: value -> how many uses by parts are still to come.
+
+    nans: follows NaNs among them, where that is asked for.
+    """
+
+    nans: NanTrace | None = None
 
     def __init__(self, left: Mapping[str, int]) -> None:
         super().__init__()
@@ -88,22 +98,23 @@ class RankProgram:
             for key, items in self.parts.items()
         }
         self.left = {v: n for v, n in shared.items() if v not in self.keep}
+        self.places = OpPlaces(program)
 
-    def _prepare(self, part: StagePart, shared: Mapping[str, int]) -> list[_Item]:
+    def _prepare(self, part: StagePart, shared: Mapping[str, int]) -> list[PreparedItem]:
         """The items of a part, each with the values that are dead after it."""
         items = self.program.lowered.of(part)
         ends = ends_of(self.program.lowered, part)
         # what enters may be used by other parts, too: it is counted there where this part uses it last
         entering = {v for v in ends.uses if v not in self.keep}
         keep = self.keep | {v for v in ends.makes if v in shared}
-        prepared: list[_Item] = []
+        prepared: list[PreparedItem] = []
         for item in reversed(items):
             last = (set(uses_of(item)) | set(item.outs)) - keep
             keep |= set(uses_of(item))
             prepared.append(self._item(item, sorted(last - entering), sorted(last & entering)))
         return prepared[::-1]
 
-    def _pending(self, items: Sequence[_Item]) -> tuple[str, ...]:
+    def _pending(self, items: Sequence[PreparedItem]) -> tuple[str, ...]:
         """What collectives make, in main or at the end of a segment."""
         found: list[str] = []
         for item in items:
@@ -114,16 +125,16 @@ class RankProgram:
                 found += item.outs
         return tuple(found)
 
-    def _item(self, item: Instruction, dead: Sequence[str], counted: Sequence[str]) -> _Item:
+    def _item(self, item: Instruction, dead: Sequence[str], counted: Sequence[str]) -> PreparedItem:
         if isinstance(item, Call):
             body = self.segments[item.segment]
-            return _Item(item.args, item.outs, body, item.site, dead, counted, item.label)
+            return PreparedItem(item, item.args, body, dead, counted)
         assert isinstance(item, Node)
         uses = uses_of(item)
         slots = {n: k for k, n in enumerate([*uses, *item.outs])}
         fn = function_of(item, self.view, partial(self._bound, ""), self.device)
         step = PreparedCall(item, self.view, slots, fn)
-        return _Item(uses, item.outs, step, 0, dead, counted)
+        return PreparedItem(item, uses, step, dead, counted)
 
     def _bound(self, segment: str, node: Node, view: RankView) -> Any:
         """What runs a ``comm`` or ``host`` node."""
@@ -149,11 +160,17 @@ class RankProgram:
 
     def run(self, env: Values, key: PartKey) -> None:
         """Run one part on the rank's values, dropping what is dead and adding what is made."""
+        look = env.nans or (Ranges(self.places) if is_profiling() else None)
         for item in self.parts.get(key, ()):
-            args = all_arrived([env[a] for a in item.args])
+            args = all_arrived([env[a] for a in item.args]) if look is None else look.arrived(env, item.args)
             if self.watch is not None:
                 self.watch.at.layer = item.label
-            results = item.run(args)
+            try:
+                results = item.run(args) if look is None else look.run(item, args)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    note_held(error, self.places, env, item)
+                raise
             env.update(zip(item.outs, results, strict=True))
             del args, results
             for name in item.dead:
@@ -162,35 +179,7 @@ class RankProgram:
                 env.used(name)
         for name in self.pending.get(key, ()):
             if name in env:
-                env[name] = arrived(env[name])
+                env[name] = arrived(env[name]) if look is None else look.arrived(env, [name])[0]
         for name in self.stored.get(key, ()):
             env[name] = landed(env[name])
         self.host.settle()
-
-
-class _Item:
-    """dead: values to drop after it. counted: values of which the part's use is over after it."""
-
-    __slots__ = ("args", "body", "counted", "dead", "label", "outs", "site")
-
-    def __init__(
-        self,
-        args: tuple[str, ...],
-        outs: tuple[str, ...],
-        body: PreparedSegment | PreparedCall,
-        site: int,
-        dead: Sequence[str],
-        counted: Sequence[str],
-        label: str = "",
-    ) -> None:
-        self.label = label
-        self.args, self.outs, self.body, self.site = args, outs, body, site
-        self.dead, self.counted = tuple(dead), tuple(counted)
-
-    def run(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Its results; nothing of it refers to the arguments afterwards."""
-        if isinstance(self.body, PreparedSegment):
-            return self.body(args, self.site)
-        slots = [*args, *([None] * len(self.outs))]
-        self.body.run(slots, 0)
-        return slots[len(args) :]

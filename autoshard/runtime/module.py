@@ -42,7 +42,7 @@ from autoshard.runtime.sized_programs import SizedPrograms
 from autoshard.runtime.stepper import Stepper
 from autoshard.runtime.weights import ports_of, to_empty
 from autoshard.torch_adapters.compiled import uncompiled
-from autoshard.torch_adapters.dtensor import torch_placements
+from autoshard.torch_adapters.dtensor import allow_nan_checks, torch_placements
 from autoshard.torch_adapters.hooks import (
     BACKWARD_TABLES,
     FORWARD_TABLES,
@@ -358,6 +358,7 @@ def bind(
     than the mesh.
     """
     module = uncompiled(module)
+    allow_nan_checks()
     _check_every_rank_holds(program)
     _check_module(program, module, mesh)
     # parameters made in inference mode could never be trained

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from autoshard.ir import CallSite, Graph, Node, Ref, refs_of
+from autoshard.ir import Call, CallSite, Graph, Node, Ref, refs_of
 from autoshard.ir.collectives import is_collective
+from autoshard.ir.lowered import Instruction
 from autoshard.ir.offload import HOST_OPS
 from autoshard.runtime.pending import Issue
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 
 Env = list[Any]
+#: the file name of a segment's function in tracebacks
+SEGMENT = "<segment>"
 
 
 class PreparedCall:
@@ -34,6 +37,12 @@ class PreparedCall:
         self.kwrefs = [(k, slots[v.name]) for k, v in self.kwargs.items() if isinstance(v, Ref)]
         self.outs = tuple(slots[o] for o in node.outs)
         self.frees: tuple[int, ...] = ()
+
+    @property
+    def uses(self) -> set[int]:
+        """The slots of its arguments."""
+        nested = {part for _, parts in self.nested for part in parts if not isinstance(part, _Literal)}
+        return {slot for _, slot in (*self.refs, *self.kwrefs)} | nested
 
     def _add(self, position: int, value: Any, slots: Mapping[str, int]) -> None:
         self.template.append(None)
@@ -130,6 +139,39 @@ class PreparedSegment:
         return source.function()
 
 
+class PreparedItem:
+    """An instruction of main. dead: values to drop after it. counted: values of which the part's use is over
+    after it."""
+
+    __slots__ = ("args", "body", "counted", "dead", "label", "made_of", "outs", "site")
+
+    def __init__(
+        self,
+        made_of: Instruction,
+        args: tuple[str, ...],
+        body: PreparedSegment | PreparedCall,
+        dead: Sequence[str],
+        counted: Sequence[str],
+    ) -> None:
+        self.made_of, self.args, self.outs, self.body = made_of, args, made_of.outs, body
+        self.label, self.site = (made_of.label, made_of.site) if isinstance(made_of, Call) else ("", 0)
+        self.dead, self.counted = tuple(dead), tuple(counted)
+
+    def run(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Its results; nothing of it refers to the arguments afterwards."""
+        if isinstance(self.body, PreparedSegment):
+            return self.body(args, self.site)
+        (step,), slots, ends = self.opened(args)
+        step.run(slots, 0)
+        return [slots[slot] for slot in ends]
+
+    def opened(self, args: Sequence[Any]) -> tuple[Sequence[PreparedCall], Env, Sequence[int]]:
+        """(its steps, the slots that they begin with, those of its results)."""
+        if isinstance(self.body, PreparedSegment):
+            return self.body.steps, self.body.start(args), self.body.outputs
+        return [self.body], [*args, *([None] * len(self.outs))], self.body.outs
+
+
 class _Source:
     """The text of a function of (args, site). Only numbers are written out: other things are names in it."""
 
@@ -155,7 +197,7 @@ class _Source:
         self.lines.append(f"[{', '.join(f'v{slot}' for slot in slots)}] = {what}")
 
     def add(self, step: PreparedCall) -> None:
-        for slot in sorted(_slots(step)):
+        for slot in sorted(step.uses):
             self.need(slot)
         if isinstance(step.fn, Issue):
             self.pending.update(step.outs)
@@ -185,15 +227,9 @@ class _Source:
 
     def function(self) -> Callable[[Sequence[Any], int], tuple[Any, ...]]:
         text = "def segment(args, site):\n" + "".join(f"    {line}\n" for line in self.lines)
-        exec(compile(text, "<segment>", "exec"), self.names)
+        exec(compile(text, SEGMENT, "exec"), self.names)
         made: Callable[[Sequence[Any], int], tuple[Any, ...]] = self.names["segment"]
         return made
-
-
-def _slots(step: PreparedCall) -> set[int]:
-    """What a step uses."""
-    nested = {part for _, parts in step.nested for part in parts if not isinstance(part, _Literal)}
-    return {slot for _, slot in (*step.refs, *step.kwrefs)} | nested
 
 
 def _only(result: Any) -> Any:

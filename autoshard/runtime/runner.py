@@ -28,6 +28,8 @@ from autoshard.program.signature_check import literal
 from autoshard.runtime.arguments import Arguments
 from autoshard.runtime.checks.check_mode import guard_of
 from autoshard.runtime.checks.heartbeat import Heartbeat, patience
+from autoshard.runtime.debugging.dump import dump
+from autoshard.runtime.debugging.nan_trace import NanTrace
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
 from autoshard.runtime.host import in_host_memory
@@ -146,6 +148,8 @@ class Runner:
         self._alike: dict[Spec, Spec] = {} if like is None else like._alike
         self.frozen = frozenset(program.signature.frozen)
         self.differentiable = {r.target for r in program.signature.results if r.kind == "input_grad"}
+        if self.is_first:
+            dump(program, users_class(module).__name__)
 
     def holds(self, port: Port) -> bool:
         """Whether a stage of this rank uses a parameter, buffer or constant."""
@@ -407,6 +411,7 @@ class Runner:
     ) -> Values:
         """Run the forward part of a single stage; the values that backward needs."""
         env = self.entry(self.taken(params), inputs)
+        env.nans = NanTrace.if_asked(self.rank_program.places, forward=True)
         self.enter_buffers(env, buffers, 0)
         self.run(env, (0, "gather", 0))
         self.run(env, (0, "count", 0))
@@ -530,8 +535,11 @@ class Runner:
 
     def backward(self, env: Values) -> dict[tuple[str, str], DTensor]:
         """Run everything behind forward on a single stage; gradients by kind and target."""
+        env.nans = env.nans or NanTrace.if_asked(self.rank_program.places, forward=False)
         for phase in ("backward", "weight", "reduce"):
             self.run(env, (0, phase, 0))
+        if env.nans is not None:
+            env.nans.check(self)
         found: dict[tuple[str, str], DTensor] = {}
         given: set[str] = set()
         for result in self.program.signature.results:

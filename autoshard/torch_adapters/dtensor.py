@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -41,6 +42,21 @@ def torch_placements(layout: Layout) -> list[TorchPlacement]:
         else:
             found.append(Replicate())
     return found
+
+
+def allow_nan_checks() -> None:
+    """Let ``torch.autograd.detect_anomaly()`` look at gradients that are DTensors, each rank at its part.
+
+    It calls an op on them for which torch 2.13 has no sharding.
+    """
+    op = torch.ops.aten._is_any_true.default
+    if op not in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs:
+
+        @register_sharding(op)
+        def any_true(x: Spec) -> list[tuple[list[TorchPlacement], list[TorchPlacement]]]:
+            found: list[tuple[list[TorchPlacement], list[TorchPlacement]]] = [([Replicate()], [Replicate()])]
+            parts = (p for p in x.placements if not p.is_replicate() and not p.is_partial())
+            return found + [([Partial()], [part]) for part in parts]
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:

@@ -280,6 +280,20 @@ def test_run_on_one_process(invoke: Invoke) -> None:
     assert "step 3/3  loss" in result.stdout and "standard library" in result.stderr
 
 
+def test_a_log_of_steps(invoke: Invoke, place: Path) -> None:
+    assert invoke("compile", "t:mlp", "--mesh", "dp=1", "-o", "logged").exit_code == 0
+    again = ("run", "logged", "--steps", "2", "--clip", "0", "--log", "one.jsonl")
+    assert invoke(*again).exit_code == 0
+    text = (place / "one.jsonl").read_text()
+    for row in map(json.loads, text.splitlines()):
+        # of the catalog's CPU, which is not this one, no share is said
+        assert row["samples"] == 8 and row["grad_norm"] is None and row["mfu"] is None
+    refused = invoke(*again)
+    assert refused.exit_code == 2 and "one.jsonl exists already" in refused.stderr
+    assert (place / "one.jsonl").read_text() == text
+    assert invoke("run", "logged", "--log", "none/such.jsonl").exit_code == 2
+
+
 # -- what is refused ---------------------------------------------------------------------------------------
 
 BAD = {
@@ -409,7 +423,8 @@ for norm_type in (1.0, 2.0, 3.0, float("inf")):
     for p, g in zip(parallel.parameters(), grads):
         torch.testing.assert_close(p.grad.full_tensor(), g * min(1.0, 0.1 / (norm + 1e-6)))
     torch.testing.assert_close(extra.grad, torch.full((3,), 0.25) * min(1.0, 0.1 / (norm + 1e-6)))
-app(["run", sys.argv[2], "--steps", "4", "--clip", "0.5", "--json"])
+log = ["--log", sys.argv[3], "--cluster", "cpu-gloo"]
+app(["run", sys.argv[2], "--steps", "4", "--clip", "0.5", "--json", *log])
 """
 
 
@@ -422,9 +437,23 @@ def test_four_processes_train_as_one(invoke: Invoke, place: Path, program: str) 
 
     assert invoke("compile", "t:text", "--mesh", "dp=2,tp=2", "-o", "text").exit_code == 0
     (place / "worker.py").write_text(WORKER)
-    done = torchrun([str(place / "worker.py"), program, str(place / "text")], 4, stdout=subprocess.PIPE)
+    log = place / "steps.jsonl"
+    words = [str(place / "worker.py"), program, str(place / "text"), str(log)]
+    done = torchrun(words, 4, stdout=subprocess.PIPE)
     assert done.returncode == 0
     found = json.loads(done.stdout)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for key, all_ in (("loss", "losses"), ("grad_norm", "grad_norms"), ("seconds", "seconds")):
+        assert [row[key] for row in rows] == found[all_]
+    simulated = json.loads(invoke("simulate", "text", "--cluster", "cpu-gloo", "--json").stdout)
+    for row in rows:
+        assert row["tokens"] == simulated["items_per_step"]
+        assert row["tokens_per_second"] == row["tokens"] / row["seconds"]
+        # the peak of a cluster is what an MFU of one stands for
+        peak = simulated["model_flop"] / simulated["mfu"] / simulated["step_seconds"]
+        assert row["mfu"] == pytest.approx(simulated["model_flop"] / peak / row["seconds"])
+        assert 2**26 < row["process_peak_bytes"] < 2**34
     assert found["parameter_bytes_rank"] <= found["parameter_bytes_model"]
     built = build("targets_of_cli.py:text", device="cpu")
     feed, _ = feed_of(((), built.inputs), load_corpus(), 256)

@@ -1,0 +1,52 @@
+"""What a profiler of torch sees of a program: the user's modules while their ops run, and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from autoshard.runtime.debugging.op_places import OpPlaces
+from autoshard.runtime.pending import Issue, Pending
+from autoshard.runtime.prepared_steps import PreparedItem
+from autoshard.torch_adapters.profiler import record_range
+
+
+class Ranges:
+    """One run of a part. A collective is issued in a range of its name, and waited for in one more."""
+
+    def __init__(self, places: OpPlaces) -> None:
+        self.places = places
+        #: values of main that may be on their way -> the range of what makes them
+        self._coming: dict[str, str] = {}
+
+    def arrived(self, values: dict[str, Any], names: Sequence[str]) -> list[Any]:
+        """Values, waited for."""
+        return [_waited(values[name], self._coming.get(name, "")) for name in names]
+
+    def run(self, item: PreparedItem, args: Sequence[Any]) -> Sequence[Any]:
+        """The results of an instruction; neighbours of one module share a range."""
+        steps, slots, ends = item.opened(args)
+        coming: dict[int, str] = {}
+        now = ""
+        with ExitStack() as inside:
+            for step, place in zip(steps, self.places.of(item.made_of), strict=True):
+                late = [slot for slot in step.uses if type(slots[slot]) is Pending]
+                if late or place.range != now:
+                    inside.close()
+                    for slot in late:
+                        slots[slot] = _waited(slots[slot], coming[slot])
+                    now = place.range
+                    inside.enter_context(record_range(now))
+                step.run(slots, item.site)
+                if isinstance(step.fn, Issue):
+                    coming |= dict.fromkeys(step.outs, now)
+        self._coming |= {o: coming[slot] for o, slot in zip(item.outs, ends, strict=True) if slot in coming}
+        return [slots[slot] for slot in ends]
+
+
+def _waited(value: Any, name: str) -> Any:
+    if type(value) is not Pending:
+        return value
+    with record_range(f"wait {name}"):
+        return value.get()
