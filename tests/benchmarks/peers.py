@@ -125,7 +125,7 @@ def table(cells: Sequence[Cell]) -> str:
         for tool in tools:
             cell = of[script, tool]
             if cell.outcome in ("clear error", "traceback"):
-                text = cell.said if len(cell.said) < 300 else cell.said[:300] + " ..."
+                text = cell.said if len(cell.said) < 220 else cell.said[:160] + " ..."
                 if text not in notes:
                     notes.append(text)
                 row.append(f"{cell} [{notes.index(text) + 1}]")
@@ -133,7 +133,7 @@ def table(cells: Sequence[Cell]) -> str:
                 row.append(str(cell))
         lines.append(f"| {script} | " + " | ".join(row) + " |")
     works = [str(sum(c.outcome in ("works", "other draws") for c in cells if c.tool == t)) for t in tools]
-    lines.append(f"| works, of {len(scripts)} | " + " | ".join(works) + " |")
+    lines.append(f"| **works or other draws, of {len(scripts)}** | " + " | ".join(works) + " |")
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", "accelerate", "transformers", "peft")
     )
