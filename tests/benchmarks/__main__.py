@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``.
+"""``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``peers``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings. Runs benchmarks and
 prints their tables; without a name, planning, steps and estimates.
@@ -180,6 +180,16 @@ def sweep(args: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
+def peers(args: Sequence[str]) -> None:
+    """Everyday training scripts under autoshard and its peers on 4 gloo processes; a quarter of an hour."""
+    from benchmarks.peers import main
+
+    def say(text: str) -> None:
+        PROGRESS.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    print(main(args, say))
+
+
 BENCHMARKS = {
     "planning": planning,
     "steps": steps,
@@ -192,7 +202,7 @@ BENCHMARKS = {
     "rings": rings,
 }
 #: those that take arguments
-ASKED = {"published": published, "same": same, "sweep": sweep}
+ASKED = {"published": published, "same": same, "sweep": sweep, "peers": peers}
 DEFAULT = ("planning", "steps", "estimates")
 
 
@@ -204,7 +214,7 @@ def main(args: Sequence[str]) -> None:
             return
         unknown = set(args) - set(BENCHMARKS)
         if unknown:
-            known = ", ".join([*BENCHMARKS, "published PATH", "same PATH", "sweep"])
+            known = ", ".join([*BENCHMARKS, "published PATH", "same PATH", "sweep", "peers"])
             raise SystemExit(f"unknown benchmark {', '.join(sorted(unknown))}; there are {known}")
         for name in args or DEFAULT:
             BENCHMARKS[name]()
