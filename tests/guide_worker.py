@@ -43,16 +43,29 @@ def checkpoints(names: dict[str, Any]) -> None:
     assert names["checkpoints"].load() == 10
 
 
+def training_features(names: dict[str, Any]) -> None:
+    """The same script without its line about parallelizing."""
+    plain = {"batch": batch(8, 16)}
+    for block in blocks("training_features"):
+        exec(re.sub(r"model = autoshard\.parallelize.*\n", "", block), plain)
+    torch.testing.assert_close(full(names["averaged"]), plain["averaged"], rtol=1e-4, atol=1e-5)
+    assert names["averaged"] > names["loss"]
+
+
+def blocks(guide: str) -> list[str]:
+    """Its Python code, of which one process group is enough for all guides."""
+    text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return [re.sub(r"\w+\.init_process_group\(\)\n", "", block) for block in found]
+
+
 def main() -> None:
     folder, *guides = sys.argv[1:]
     os.chdir(folder)
     dist.init_process_group()
     for guide in guides:
         names: dict[str, Any] = {"batch": batch(8, 16), "build": partial(build, "Llama")}
-        text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            # one process group for all guides
-            block = re.sub(r"\w+\.init_process_group\(\)\n", "", block)
+        for block in blocks(guide):
             exec(compile(block, f"{guide}.md", "exec"), names)
         globals()[guide](names)
         if dist.get_rank() == 0:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.module_snapshot import ModuleSnapshot
+from autoshard.errors import UsageError
 from autoshard.program.program import Signature
 from autoshard.runtime.eager_calls import EagerHook
 from autoshard.search.plan.plan import Plan
@@ -22,6 +23,8 @@ from autoshard.torch_adapters.hooks import drop_hooks
 _PREFIX = "_autoshard"
 #: in the class of a parallel model: the user's own
 _USERS = "_autoshard_class"
+#: a method of transformers' models that puts other parameters in the place of embeddings
+_RESIZES = "resize_token_embeddings"
 #: in a parallel model: the forward that the user put on the instance
 FORWARD = "_autoshard_forward"
 
@@ -57,6 +60,8 @@ def parallel_class(users: type, mixin: type, methods: Mapping[str, Callable[[Any
         names["plan"] = _PlanOfModel()
     if hasattr(users, "generate"):
         names["generate"] = _on_gathered(users.generate)
+    if hasattr(users, _RESIZES):
+        names[_RESIZES] = _before_sharding(getattr(users, _RESIZES))
     for name, wrap in methods.items():
         if hasattr(users, name):
             names[name] = wrap(getattr(users, name))
@@ -90,6 +95,23 @@ def _on_gathered(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._autoshard_eager.gathered(self):
             return method(self, *args, **kwargs)
+
+    return call
+
+
+def _before_sharding(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that changes parameters' sizes if it is given one."""
+
+    @functools.wraps(method)
+    def call(self: Any, size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        size = kwargs.pop("new_num_tokens", size)
+        if size is not None:
+            raise UsageError(
+                f"{method.__name__}({size}) of a parallel model",
+                why="its embeddings are sharded, and its programs are for their sizes",
+                hint="resize them before the model is parallelized",
+            )
+        return method(self, size, *args, **kwargs)
 
     return call
 
