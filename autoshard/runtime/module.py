@@ -292,6 +292,8 @@ class ParallelModule(nn.Module):
         memo[id(self)] = made
         family = self._autoshard_family
         memo[id(family)] = None
+        # torch cannot copy a DTensor whose shard begins somewhere in a bucket
+        memo.update({id(p.grad): p.grad.clone() for p in self.parameters() if p.grad is not None})
         for key, value in self.__dict__.items():
             made.__dict__[key] = copy.deepcopy(value, memo)
         clock = copy.deepcopy(self._autoshard.clock)
@@ -474,7 +476,11 @@ def _copied(bound: BoundProgram, module: nn.Module, clock: DropoutClock) -> Boun
     program, captured = runner.program, bound.captured
     state = state_here(module, program.state.attributes)
     same_graph = partial(_as_built, program.signature, same_graph_as_stored(program))
-    return BoundProgram(runner, stepper, CallGuard(module, state, runner.device.type, same_graph), captured)
+    # what was changed since the last call is in no program yet
+    stored = {**program.state.variables, **program.state.attributes}
+    guard = CallGuard(module, state, runner.device.type, same_graph, stored)
+    guard.know_hooks_of(bound.guard)
+    return BoundProgram(runner, stepper, guard, captured)
 
 
 def _no_eager_calls(program: Program) -> str:

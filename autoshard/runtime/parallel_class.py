@@ -125,9 +125,10 @@ def users_class(module: nn.Module) -> Any:
 def as_built(module: nn.Module, signature: Signature) -> Iterator[nn.Module]:
     """A parallel module as the user built it, for a capture: of its own class, tensors without data.
 
-    signature: of any of its programs. What is trained is what requires a gradient now.
+    signature: of any of its programs. What is trained is what requires a gradient now; in a pipeline, whose
+    ranks know their own parameters alone, what the signature says.
     """
-    kind = type(module)
+    kind, staged = type(module), getattr(module, "is_pipeline", False)
     held = dict(module.named_parameters(remove_duplicate=False))
     with ModuleSnapshot.of(module):
         module.__class__ = users_class(module)
@@ -141,8 +142,7 @@ def as_built(module: nn.Module, signature: Signature) -> Iterator[nn.Module]:
         for port in signature.ports:
             if port.kind in ("param", "buffer"):
                 x = torch.empty(port.type.shape, dtype=torch_dtype(port.type.dtype), device="meta")
-                # what another rank of a pipeline holds is as it was
-                here = held.get(port.target)
+                here = None if staged else held.get(port.target)
                 grad = port.target not in signature.frozen if here is None else here.requires_grad
                 grad = grad and x.is_floating_point()
                 tensors[port.target] = nn.Parameter(x, requires_grad=grad) if port.kind == "param" else x

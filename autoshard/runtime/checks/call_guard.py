@@ -143,6 +143,12 @@ class CallGuard:
         self.modes = (autocast, torch.get_default_dtype(), True if self.grad_mode else None)
         self.accepted: set[tuple[tuple[str, str], ...]] = set()
 
+    def know_hooks_of(self, original: CallGuard) -> None:
+        """Compare the hooks of a copy with those that its original was captured with."""
+        pairs = zip(self.hooks, original.hooks, strict=True)
+        self.hooks = [(table, known) for (table, _), (_, known) in pairs]
+        self.hooked = [(t, known) for t, known in self.hooks if _users(t) or tuple(t) != known]
+
     def _values(self) -> list[Any]:
         return [*map(dict.get, self.tables, self.keys), *(r.table.get(r.key) for r in self.others)]
 
