@@ -7,6 +7,7 @@ Arguments: the folder, in which ``path/to/model`` is a small Llama; guides. They
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from calls_worker import batch, build, full
-from guide_blocks import run_blocks
+from guide_blocks import blocks, run_blocks
 from leaving import leave
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -45,6 +46,15 @@ def precision(names: dict[str, Any]) -> None:
     plain = AutoModelForCausalLM.from_pretrained("path/to/model", dtype=torch.bfloat16)
     assert full(names["model"](**names["batch"]).logits).dtype == torch.bfloat16
     assert names["loss"] < plain(**names["batch"]).loss
+
+
+def training_features(names: dict[str, Any]) -> None:
+    """The same script without its line about parallelizing."""
+    plain = {"batch": batch(8, 16)}
+    for block in blocks("training_features"):
+        exec(re.sub(r"model = autoshard\.parallelize.*\n", "", block), plain)
+    torch.testing.assert_close(full(names["averaged"]), plain["averaged"], rtol=1e-4, atol=1e-5)
+    assert names["averaged"] > names["loss"]
 
 
 def main() -> None:

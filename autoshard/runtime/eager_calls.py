@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.precision import MixedPrecision
 from autoshard.capture.python_state.code_reads import PLAIN
 from autoshard.errors import UsageError
+from autoshard.runtime.checks.assigned_data import check_data
 from autoshard.runtime.outputs import Rows, mean_over
 from autoshard.runtime.said import say_once
 
@@ -49,13 +51,26 @@ class EagerCalls:
         """Whether code of the model runs on gathered parameters."""
         return self._depth > 0
 
-    def say_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of the whole model has no program: say so, and why, once for each reason."""
+    def has_to(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asks: bool) -> bool:
+        """Whether a call of the whole model has no program; says why, once for each reason.
+
+        asks: whether the model's code asks if gradients are recorded, as they are in captures.
+        """
         kinds = {type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if not isinstance(x, _SIMPLE)}
-        why = f"its arguments hold {' and '.join(sorted(kinds))}" if kinds else "its code asks for gradients"
+        if kinds:
+            why = f"its arguments hold {' and '.join(sorted(kinds))}"
+        elif torch.is_grad_enabled():
+            return False
+        elif asks:
+            why = "its code asks for gradients"
+        elif _averages_batches(root):
+            why = "it has batch norms with momentum=None, whose code asks how many batches there were"
+        else:
+            return False
         if why not in self._said:
             self._said.add(why)
             say_once(f"a call runs on gathered parameters, on every rank alike: {why}")
+        return True
 
     def in_precision(self, given: Any) -> Any:
         """The arguments of a call of the whole model, as its code gets them."""
@@ -118,6 +133,7 @@ class EagerCalls:
             for key, parameter in each._parameters.items():
                 if isinstance(parameter, DTensor):
                     if id(parameter) not in known:
+                        check_data(f"{type(each).__name__}.{key}", parameter)
                         found = self._global(parameter)
                         known[id(parameter)] = (
                             self.precision.cast(found) if self.precision.applies(each) else found
@@ -125,7 +141,14 @@ class EagerCalls:
                     self._slots.append((each._parameters, key, parameter))
         for table, key, shard in self._slots:
             table[key] = known[id(shard)]
-        if module.training and torch.is_grad_enabled() and known:
+        averages = _averages_batches(module)
+        if averages and self.batch_axes:
+            raise UsageError(
+                "batch norms with momentum=None are called with other rows on each rank",
+                why="their statistics would be those of each rank's rows, and they have no program",
+                hint="give all ranks the same global batches (autoshard.parallelize without local_batch)",
+            )
+        if module.training and known and (torch.is_grad_enabled() or averages):
             # ranks that drew other numbers would have other gradients of what they hold alike
             self._random = torch.get_rng_state()
             torch.manual_seed(self.seed())
@@ -146,9 +169,14 @@ def _full(parameter: DTensor) -> torch.Tensor:
     return detached.full_tensor()
 
 
-def is_opaque(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has arguments that no program takes: neither tensors nor plain values."""
-    return any(not isinstance(x, _SIMPLE) for x in pytree.tree_leaves((args, kwargs)))
+def _averages_batches(module: nn.Module) -> bool:
+    """Whether it updates running statistics that are means of all batches: `torch.optim.swa_utils.update_bn`
+    sets that."""
+    return module.training and any(
+        m.training and m.momentum is None and m.track_running_stats
+        for m in module.modules()
+        if isinstance(m, _NormBase)
+    )
 
 
 class EagerHook:
@@ -170,5 +198,6 @@ class _Gathered(torch.autograd.Function):
         return _full(parameter).clone()
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return mean_over(grad, ctx.mesh, ctx.axes, ctx.placements), None

@@ -6,8 +6,8 @@ kind captures the model as it is then, and plans it with every parameter where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.inputs import inputs_of
 from autoshard.errors import CaptureError, UsageError
-from autoshard.program.program import Program
+from autoshard.program.program import Program, Signature
 from autoshard.runtime.arguments import Arguments, number_tensor
 from autoshard.runtime.checks.agreement import (
     WeightHashes,
@@ -28,6 +28,7 @@ from autoshard.runtime.checks.agreement import (
 )
 from autoshard.runtime.checks.call_guard import CallGuard, Captured, Inputs
 from autoshard.runtime.checks.recapture import with_inputs
+from autoshard.runtime.groups import reduced
 from autoshard.runtime.local_batch import batch_leaves, gathered_batch, global_example
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.parallel_class import as_built
@@ -49,14 +50,18 @@ class BoundProgram:
     captured: Captured | None
     sized: SizedPrograms | None = None
 
-    def suits(self, module: nn.Module) -> bool:
-        """Whether it is for the mode that a model is in, and has the gradients of what is trained."""
+    def suits(self, module: nn.Module, elsewhere: Collection[str]) -> bool:
+        """Whether it is for the mode that a model is in, and has the gradients of what is trained.
+
+        elsewhere: what ranks of a pipeline train that was frozen.
+        """
         signature = self.runner.program.signature
         if module.training != signature.training and self.mode_matters:
             return False
         frozen = self.runner.frozen
-        return not (frozen and torch.is_grad_enabled()) or not any(
-            p.requires_grad for n, p in module.named_parameters() if n in frozen
+        return not (frozen and torch.is_grad_enabled()) or not (
+            not frozen.isdisjoint(elsewhere)
+            or any(p.requires_grad for n, p in module.named_parameters() if n in frozen)
         )
 
     def check(self, module: nn.Module) -> None:
@@ -99,6 +104,8 @@ class ProgramFamily:
         self.parts: bool | None = None
         #: versions of tensors that got memory without values, by name, until the first call
         self.unwritten: Mapping[str, int] = {}
+        #: parameters of a pipeline that were frozen and are trained on some rank
+        self.unfrozen: frozenset[str] = frozenset()
         #: whether the model was on the meta device, and was given values
         self.filled = False
         #: programs in whose place there is one for the gradients of all outputs
@@ -111,7 +118,7 @@ class ProgramFamily:
         first = copies[self.programs[0]]
         made = ProgramFamily(first, WeightHashes({}, {}), self.local_batch, bind)
         made.programs, made.current = [copies[p] for p in self.programs], copies[self.current]
-        made.built, made.parts = None, self.parts
+        made.built, made.parts, made.unfrozen = None, self.parts, self.unfrozen
         return made
 
     def grows(self, step: bool) -> bool:
@@ -140,6 +147,7 @@ class ProgramFamily:
             runner = self.current.runner
             leaves, rows = gathered_batch(leaves, runner.axis_groups, runner.device)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
+        self._learn_trained(module)
         found = self._known(module, args, kwargs, step)
         if found is None and self.grows(step):
             found = self._compiled(module, args, kwargs, step)
@@ -157,6 +165,24 @@ class ProgramFamily:
                 check_replicas(module)
             self.built, self.parts = None, gives_parts(runner, leaves)
         return leaves, self._rows(runner, rows)
+
+    def _learn_trained(self, module: nn.Module) -> None:
+        """What ranks of a pipeline train by now, each of which has some parameters; collective if any of all
+        were frozen."""
+        bound = self.programs[0]
+        frozen = [n for n in bound.runner.program.signature.frozen if n not in self.unfrozen]
+        if bound.stepper.pipe is None or not frozen or not torch.is_grad_enabled():
+            return
+        trained = {n for n, p in module.named_parameters() if p.requires_grad}
+        flags = torch.tensor([int(n in trained) for n in frozen], device=bound.runner.device)
+        known = reduced([bound.stepper.pipe], flags, "max").tolist()
+        self.unfrozen |= {n for n, flag in zip(frozen, known, strict=True) if flag}
+
+    @property
+    def _signature(self) -> Signature:
+        """For `as_built`: what is frozen there is frozen on all ranks."""
+        signature = self.programs[0].runner.program.signature
+        return replace(signature, frozen=tuple(n for n in signature.frozen if n not in self.unfrozen))
 
     def _check_global(self, bound: BoundProgram, leaves: list[Any], step: bool) -> None:
         """UsageError if all ranks give a batch that has the size of one rank's rows: it would count twice."""
@@ -184,7 +210,7 @@ class ProgramFamily:
             leaves = bound.runner.arguments.matched(args, kwargs)
             calls = bound.runner.program.microbatches if step else 1
             form = None if leaves is None else bound.runner.form_of(leaves, calls)
-            if leaves is not None and form is not None and bound.suits(module):
+            if leaves is not None and form is not None and bound.suits(module, self.unfrozen):
                 if form != "part" and not self.parts and bound is self.current and bound.guard.holds():
                     return bound, leaves
                 matching.append((bound, leaves, form))
@@ -264,15 +290,15 @@ class ProgramFamily:
 
         for bound in sorted(self.programs, key=rank):
             taken = bound.runner.arguments.matched(args, kwargs)
-            alike = taken is not None and bound.runner.takes_sizes_like(taken) and bound.suits(module)
+            alike = taken is not None and bound.runner.takes_sizes_like(taken)
             if taken is None or not alike or bound.captured is None or bound.sized is None:
                 continue
-            if not bound.guard.accepts():
+            if not bound.suits(module, self.unfrozen) or not bound.guard.accepts():
                 continue
             inputs = bound.runner.arguments.unflattened(taken)
             if self.parts:
                 inputs, _ = self._of_parts(inputs)
-            with as_built(module, self.programs[0].runner.program.signature):
+            with as_built(module, self._signature):
                 program = (bound.sized.of_step if step else bound.sized.of)(module, inputs)
             if program is None:
                 continue
@@ -286,7 +312,7 @@ class ProgramFamily:
         given = pytree.tree_leaves(inputs)
         if self.parts:
             inputs, pins = self._of_parts(inputs)
-        with as_built(module, first.runner.program.signature):
+        with as_built(module, self._signature):
             program, captured = first.captured.compiled(module, inputs, "auto", self._stored, pins)
         bound = self._agreed(module, first, program, captured, given)
         bound.sized = SizedPrograms(program, captured)
@@ -337,7 +363,7 @@ class ProgramFamily:
             arguments = known.runner.arguments
             numbers = _numbers(arguments, leaves) if arguments.spec == spec else {}
             as_known = [number_tensor(numbers[k]) if k in numbers else x for k, x in enumerate(leaves)]
-            fits = numbers and known.suits(module) and known.guard.unchanged()
+            fits = numbers and known.suits(module, self.unfrozen) and known.guard.unchanged()
             if (
                 not fits
                 or (spec, frozenset(numbers)) in self._numbers

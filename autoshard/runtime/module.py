@@ -26,7 +26,7 @@ from autoshard.runtime.arguments import split_inputs
 from autoshard.runtime.checks.agreement import WeightHashes
 from autoshard.runtime.checks.call_guard import CallGuard, Captured
 from autoshard.runtime.checks.recapture import same_graph_as_stored
-from autoshard.runtime.eager_calls import EagerCalls, is_opaque
+from autoshard.runtime.eager_calls import EagerCalls
 from autoshard.runtime.family import BoundProgram, ProgramFamily
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.optim.dropout_clock import DropoutClock
@@ -41,6 +41,7 @@ from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
 from autoshard.runtime.stepper import Stepper
 from autoshard.runtime.weights import ports_of, to_empty
+from autoshard.torch_adapters.assigned_data import watch_data
 from autoshard.torch_adapters.compiled import uncompiled
 from autoshard.torch_adapters.dtensor import allow_nan_checks, torch_placements
 from autoshard.torch_adapters.hooks import (
@@ -85,6 +86,7 @@ class _Run(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @torch.compiler.disable  # a compiled function may have called backward
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         runner: Runner = ctx.runner
@@ -218,11 +220,8 @@ class ParallelModule(nn.Module):
             )
         given = args, kwargs
         args, kwargs = to_records(given)
-        # captures record gradients: code that asks for that, called without them, has no program
-        asks = not torch.is_grad_enabled() and self._autoshard_family.current.guard.grad_mode
-        if self._autoshard_eager.running or asks or is_opaque(args, kwargs):
-            if not self._autoshard_eager.running:
-                self._autoshard_eager.say_of(args, kwargs)
+        asks = self._autoshard_family.current.guard.grad_mode
+        if self._autoshard_eager.running or self._autoshard_eager.has_to(self, args, kwargs, asks):
             with self._autoshard_eager.gathered(self):
                 users = self.__dict__.get(FORWARD, super().forward)
                 args, kwargs = self._autoshard_eager.in_precision(given)
@@ -294,12 +293,15 @@ class ParallelModule(nn.Module):
         memo[id(self)] = made
         family = self._autoshard_family
         memo[id(family)] = None
+        # torch cannot copy a DTensor whose shard begins somewhere in a bucket
+        memo.update({id(p.grad): p.grad.clone() for p in self.parameters() if p.grad is not None})
         for key, value in self.__dict__.items():
             made.__dict__[key] = copy.deepcopy(value, memo)
         clock = copy.deepcopy(self._autoshard.clock)
         copies = {bound: _copied(bound, made, clock) for bound in family.programs}
         made._autoshard_family = family.copied(copies, partial(_bound, made))
         carry_marks(self, made)
+        watch_data(made.parameters())
         clock.follow(made.parameters())
         return made
 
@@ -405,6 +407,7 @@ def _bind(
     follow_parameters(module, {p: made.get(n) for n, p in given.items()})
     first.stepper.members = mark_shared(module, runner, first.stepper.scales)
     keep_blocks(module)
+    watch_data(module.parameters())
     runner.clock.follow(module.parameters())
     run_plain_steps(module, ports_of)
     module.register_load_state_dict_pre_hook(_shard_loaded)
@@ -475,7 +478,11 @@ def _copied(bound: BoundProgram, module: nn.Module, clock: DropoutClock) -> Boun
     program, captured = runner.program, bound.captured
     state = state_here(module, program.state.attributes)
     same_graph = partial(_as_built, program.signature, same_graph_as_stored(program))
-    return BoundProgram(runner, stepper, CallGuard(module, state, runner.device.type, same_graph), captured)
+    # what was changed since the last call is in no program yet
+    stored = {**program.state.variables, **program.state.attributes}
+    guard = CallGuard(module, state, runner.device.type, same_graph, stored)
+    guard.know_hooks_of(bound.guard)
+    return BoundProgram(runner, stepper, guard, captured)
 
 
 def _no_eager_calls(program: Program) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.module_snapshot import ModuleSnapshot
+from autoshard.errors import UsageError
 from autoshard.program.program import Signature
 from autoshard.runtime.eager_calls import EagerHook
 from autoshard.search.plan.plan import Plan
@@ -22,6 +23,8 @@ from autoshard.torch_adapters.hooks import drop_hooks
 _PREFIX = "_autoshard"
 #: in the class of a parallel model: the user's own
 _USERS = "_autoshard_class"
+#: a method of transformers' models that puts other parameters in the place of embeddings
+_RESIZES = "resize_token_embeddings"
 #: in a parallel model: the forward that the user put on the instance
 FORWARD = "_autoshard_forward"
 
@@ -57,6 +60,8 @@ def parallel_class(users: type, mixin: type, methods: Mapping[str, Callable[[Any
         names["plan"] = _PlanOfModel()
     if hasattr(users, "generate"):
         names["generate"] = _on_gathered(users.generate)
+    if hasattr(users, _RESIZES):
+        names[_RESIZES] = _before_sharding(getattr(users, _RESIZES))
     for name, wrap in methods.items():
         if hasattr(users, name):
             names[name] = wrap(getattr(users, name))
@@ -94,6 +99,23 @@ def _on_gathered(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _before_sharding(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that changes parameters' sizes if it is given one."""
+
+    @functools.wraps(method)
+    def call(self: Any, size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        size = kwargs.pop("new_num_tokens", size)
+        if size is not None:
+            raise UsageError(
+                f"{method.__name__}({size}) of a parallel model",
+                why="its embeddings are sharded, and its programs are for their sizes",
+                hint="resize them before the model is parallelized",
+            )
+        return method(self, size, *args, **kwargs)
+
+    return call
+
+
 def users_class(module: nn.Module) -> Any:
     """The class that the user wrote, of a parallel model or of another."""
     return vars(type(module)).get(_USERS, type(module))
@@ -103,9 +125,10 @@ def users_class(module: nn.Module) -> Any:
 def as_built(module: nn.Module, signature: Signature) -> Iterator[nn.Module]:
     """A parallel module as the user built it, for a capture: of its own class, tensors without data.
 
-    signature: of any of its programs. What is trained is what requires a gradient now.
+    signature: of any of its programs. What is trained is what requires a gradient now; in a pipeline, whose
+    ranks know their own parameters alone, what the signature says.
     """
-    kind = type(module)
+    kind, staged = type(module), getattr(module, "is_pipeline", False)
     held = dict(module.named_parameters(remove_duplicate=False))
     with ModuleSnapshot.of(module):
         module.__class__ = users_class(module)
@@ -119,8 +142,7 @@ def as_built(module: nn.Module, signature: Signature) -> Iterator[nn.Module]:
         for port in signature.ports:
             if port.kind in ("param", "buffer"):
                 x = torch.empty(port.type.shape, dtype=torch_dtype(port.stored_dtype), device="meta")
-                # what another rank of a pipeline holds is as it was
-                here = held.get(port.target)
+                here = None if staged else held.get(port.target)
                 grad = port.target not in signature.frozen if here is None else here.requires_grad
                 grad = grad and x.is_floating_point()
                 tensors[port.target] = nn.Parameter(x, requires_grad=grad) if port.kind == "param" else x

@@ -26,6 +26,7 @@ from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.program.signature_check import literal
 from autoshard.runtime.arguments import Arguments
+from autoshard.runtime.checks.assigned_data import check_data
 from autoshard.runtime.checks.check_mode import guard_of
 from autoshard.runtime.checks.heartbeat import Heartbeat, patience
 from autoshard.runtime.debugging.dump import dump
@@ -351,7 +352,14 @@ class Runner:
                     why="the program computes no gradient for it",
                     hint="call requires_grad_(True) before the model is parallelized",
                 )
+            check_data(port.target, x)
             return
+        if x is None:
+            raise UsageError(
+                f"the model has no parameter {port.target} any more",
+                why="the program computes with it, and with nothing that stands in its place",
+                hint="parametrize, prune or replace modules before the model is parallelized",
+            )
         if x.is_meta:
             raise UsageError(
                 f"parameter {port.target} has no values",
@@ -389,7 +397,7 @@ class Runner:
     def arguments_of(self, module: nn.Module, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """(parameters, inputs) of a call, checked; leaves: its flattened arguments."""
         given = dict(module.named_parameters(remove_duplicate=False))
-        params = [given[p.target] for p in self.params]
+        params = [given.get(p.target) for p in self.params]
         inputs = [leaves[int(p.target)] for p in self.inputs]
         for port, value in zip(self.params, params, strict=True):
             self._check_parameter(value, port)

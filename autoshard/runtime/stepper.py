@@ -284,7 +284,7 @@ class _StepRun:
                 continue
             parts = [values[result.value] for values in env.values() if result.value in values]
             grad = self._over_stages(parts, result.value, owned[result.target].name)
-            if grad is not None:
+            if grad is not None and parameters[result.target].requires_grad:  # it may be frozen by now
                 # two parameters may have the same gradient, and each must own its memory
                 grad = grad.clone() if id(grad) in given else grad
                 given.add(id(grad))

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard._version import __version__
+from autoshard.capture.python_state.changes import Elsewhere
 from autoshard.capture.python_state.code_reads import (
     LIBRARIES,
     PLAIN,
@@ -145,6 +146,8 @@ class _Describe:
     def _described(self, value: Any) -> None:
         if isinstance(value, nn.Module):
             self._module(value)
+        elif isinstance(value, Elsewhere):
+            self.text(repr(value))
         elif isinstance(value, torch.Tensor):
             self._tensor_type(value)
             if not isinstance(value, nn.Parameter):

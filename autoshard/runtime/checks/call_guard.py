@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -26,7 +26,7 @@ from autoshard.options import Differentiate
 from autoshard.program.program import Program
 from autoshard.runtime.compile_once import SharedConditions
 from autoshard.runtime.eager_calls import EagerHook
-from autoshard.torch_adapters.hooks import hook_tables, registrations
+from autoshard.torch_adapters.hooks import global_hooks, hook_tables, registrations
 from autoshard.torch_adapters.modes import autocast_state
 
 #: positional and keyword arguments of a call
@@ -134,14 +134,20 @@ class CallGuard:
             if _versioned(x) and id(x) not in known
         ]
         inner = [m for m in module.modules() if m is not module]
-        self.hooks = [(table, len(table)) for m in inner for table in hook_tables(m)]
-        self.hooked = [(table, count) for table, count in self.hooks if _users(table)]
+        self.hooks = [(table, tuple(table)) for m in inner for table in hook_tables(m)]
+        self.hooked = [(table, known) for table, known in self.hooks if _users(table)]
         self.registrations = registrations()
         self.environment = dict(os.environ) if state.environment else None
         #: models are captured on the CPU, with gradients recorded, whatever the modes around that are
         autocast = autocast_state(device) if device == "cpu" else (False, None)
         self.modes = (autocast, torch.get_default_dtype(), True if self.grad_mode else None)
         self.accepted: set[tuple[tuple[str, str], ...]] = set()
+
+    def know_hooks_of(self, original: CallGuard) -> None:
+        """Compare the hooks of a copy with those that its original was captured with."""
+        pairs = zip(self.hooks, original.hooks, strict=True)
+        self.hooks = [(table, known) for (table, _), (_, known) in pairs]
+        self.hooked = [(t, known) for t, known in self.hooks if _users(t) or tuple(t) != known]
 
     def _values(self) -> list[Any]:
         return [*map(dict.get, self.tables, self.keys), *(r.table.get(r.key) for r in self.others)]
@@ -182,7 +188,7 @@ class CallGuard:
             and all(map(_unchanged, self.tensors))
             and all(same_items(c, before) for _, c, before in self.containers)
             and all(v.get(MISSING) is x for (_, v), x in zip(self.context, self.context_values, strict=True))
-            and all(len(table) == count for table, count in self.hooked)
+            and all(tuple(table) == known for table, known in self.hooked)
             and registrations() == self.registrations
             and (self.environment is None or self.environment == os.environ)
         )
@@ -195,7 +201,7 @@ class CallGuard:
         if found and key not in self.accepted:
             # what no capture sees makes no difference to its graph
             unseen = self.device != "cpu" and self._modes()[0] != self.modes[0]
-            unseen |= any(len(table) > count for table, count in self.hooks)
+            unseen |= any(not set(table) <= set(known) for table, known in self.hooks) or bool(global_hooks())
             if unseen or self.same_graph is None or not self.same_graph(self.module):
                 return found
             self.accepted.add(key)
@@ -225,10 +231,12 @@ class CallGuard:
         for name in sorted({*before, *os.environ} if self.environment is not None else ()):
             if before.get(name) != os.environ.get(name):
                 yield Difference(f"the variable {name}", str(before.get(name)), str(os.environ.get(name)))
-        for table, count in self.hooks:
-            if len(table) != count:
+        for table, known in self.hooks:
+            if tuple(table) != known:
                 line = next((hook_line(h) for h in reversed(list(table.values()))), "")
-                yield Difference("the hooks of a submodule", f"{count}", f"{len(table)}", line)
+                yield Difference("the hooks of a submodule", _hooks_text(known), _hooks_text(table), line)
+        for hook in global_hooks():
+            yield Difference("the hooks for all modules", "none", "one", hook_line(hook))
 
 
 def _children(module: nn.Module) -> Iterator[Read]:
@@ -256,6 +264,12 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, StoredText):
         return a.text == value_text(b)
     return isinstance(a, (*PLAIN, tuple, frozenset)) and bool(a == b)
+
+
+def _hooks_text(numbers: Iterable[int]) -> str:
+    """torch numbers hooks in the order in which they are registered."""
+    listed = list(numbers)
+    return f"{len(listed)} (registered as number {', '.join(map(str, listed))})" if listed else "0"
 
 
 def _text(value: object) -> str:
