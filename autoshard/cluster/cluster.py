@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd, isfinite
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -112,7 +112,8 @@ class Cluster:
     devices or wiring, each a cluster of its own, in the order of their devices; then ``levels`` are those
     that join the groups, and ``device`` is the one that bounds all of them (`joined` sees to both). links:
     what was measured between single devices, which then counts instead of the bandwidth of the levels. order:
-    the device of every rank, if rank r is not on device r.
+    the device of every rank, if rank r is not on device r. collectives: whose algorithms collectives have:
+    ``nccl`` (RCCL has the same), or ``mpi`` for the forms of textbooks (see `autoshard.cost.collective`).
     """
 
     name: str
@@ -122,6 +123,7 @@ class Cluster:
     groups: tuple[Cluster, ...] = ()
     links: Links | None = None
     order: RankOrder | None = None
+    collectives: Literal["nccl", "mpi"] = "nccl"
 
     def __post_init__(self) -> None:
         where = f"cluster {self.name!r}"
@@ -181,7 +183,8 @@ class Cluster:
             raise UsageError("there are no groups to join", where=f"cluster {name!r}")
         devices = sum(group.devices or 0 for group in groups)
         device = bounding([group.device for group in groups])
-        return cls(name, devices, device, tuple(levels), tuple(groups), links)
+        kind = groups[0].collectives
+        return cls(name, devices, device, tuple(levels), tuple(groups), links, collectives=kind)
 
     def used_by(self, world_size: int) -> Cluster:
         """The part that ranks 0 .. world_size - 1 run on: groups without a rank do not hold it back."""

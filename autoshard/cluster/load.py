@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,6 +49,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     level: tuple[Level, ...] = ()
     group: tuple[_Group, ...] | None = None
     links: _Links | None = None
+    collectives: Literal["nccl", "mpi"] = "nccl"
 
 
 def catalog_names() -> list[str]:
@@ -91,8 +93,13 @@ def parse_cluster(text: str, *, where: str, folder: Path | None = None) -> Clust
         if file.device is None:
             hint = "write a [device] table, or [[group]] tables with one each"
             raise UsageError("missing: device", where=where, hint=hint)
-        return Cluster(file.name, file.devices, file.device, file.level, links=links)
-    groups = [_group(group, f"{where}, group {n}") for n, group in enumerate(file.group, 1)]
+        return Cluster(
+            file.name, file.devices, file.device, file.level, links=links, collectives=file.collectives
+        )
+    groups = [
+        replace(_group(group, f"{where}, group {n}"), collectives=file.collectives)
+        for n, group in enumerate(file.group, 1)
+    ]
     cluster = Cluster.joined(file.name, groups, file.level, links)
     if file.devices not in (None, cluster.devices):
         what = f"devices is {file.devices}, the groups hold {cluster.devices}"

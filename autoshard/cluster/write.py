@@ -36,6 +36,7 @@ def cluster_text(
         "name": cluster.name,
         "description": description,
         "devices": cluster.devices,
+        "collectives": cluster.collectives,
         "device": _figures(cluster.device, device_source),
         "level": [_figures(*both) for both in zip(cluster.levels, level_sources, strict=True)],
         "links": dict(links or {}),

@@ -1,11 +1,17 @@
 """What a collective costs: latency-bandwidth formulas over the level of wiring that a mesh axis crosses.
 
 With p ranks, n bytes, latency a (seconds per message) and bandwidth b (bytes/s), a message costs a + n / b.
-Each kind has a ring form (long messages) and a tree form (short ones, ceil(log2 p) steps); the faster one
-counts. Formulas: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
-in MPICH", IJHPCA 19(1), 2005, without the term for the arithmetic of reductions; the tree for all-reduce is
-the pipelined double tree of P. Sanders, J. Speck, J. L. Träff, Parallel Computing 35(12), 2009, that NCCL
-uses. The launch of the operation is not included.
+The launch of the operation is not included.
+
+NCCL (graph/tuning.cc) gathers and scatters by rings of p - 1 steps, each with the latency of the level that
+it crosses; over nodes with one rank each also by PAT, ceil(log2 p) steps (NCCL 2.23, device/all_gather.h). It
+all-reduces by rings, or by a double tree over nodes with a chain inside each. Each has three protocols, which
+trade latency for bandwidth; the fastest counts.
+
+Elsewhere each kind has a ring form (long messages) and a tree form (short ones, ceil(log2 p) steps):
+R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
+19(1), 2005, without the term for the arithmetic of reductions; the tree for all-reduce is the pipelined
+double tree of P. Sanders, J. Speck, J. L. Träff, Parallel Computing 35(12), 2009.
 """
 
 from __future__ import annotations
@@ -21,6 +27,10 @@ from autoshard.cost.link import AxisLink, link_of
 from autoshard.errors import UsageError, nearest
 
 __all__ = ["KINDS", "AxisLink", "link_of", "seconds"]
+
+#: of NCCL's Simple, LL128 and LL: parts of a message's latency, and of the bandwidth (graph/tuning.cc, hwLat
+#: of rings: NVLink 3.4, 1.9, 0.6 us, network 14, 4.0, 2.7 us; 120 of 128 and 4 of 8 bytes are data)
+_PROTOCOLS = ((1.0, 1.0), (0.45, 0.92), (0.2, 0.5))
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Bytes = TypeVar("Bytes", float, Array)
@@ -80,15 +90,27 @@ def _gather_or_scatter(n: Bytes, link: AxisLink) -> Bytes:
     that each rank is alone on its link.
     """
     wire = _wire(n, link)
-    ring = (link.size - 1) * link.latency + wire / link.bandwidth
     tree = _steps(link) * link.latency + wire / link.alone
-    return _less(ring, tree)
+    if not link.nccl:
+        return _less((link.size - 1) * link.latency + wire / link.bandwidth, tree)
+    ring = _fastest(link.round, wire / link.bandwidth)
+    return _less(ring, tree) if link.parts == link.size else ring
+
+
+def _fastest(latency: float, transfer: Bytes) -> Bytes:
+    """Seconds by the best of NCCL's protocols."""
+    found = [latency * waits + transfer / share for waits, share in _PROTOCOLS]
+    return _less(_less(found[0], found[1]), found[2])
 
 
 def _all_reduce(n: Bytes, link: AxisLink) -> Bytes:
     """Reduce-scatter then all-gather (ring; Rabenseifner), or a double tree: 2 ceil(log2 p) a + 2 n/b."""
-    tree = 2 * _steps(link) * link.latency + 2 * n / link.bandwidth
-    return _less(2 * _gather_or_scatter(n, link), tree)
+    if not link.nccl:
+        tree = 2 * _steps(link) * link.latency + 2 * n / link.bandwidth
+        return _less(2 * _gather_or_scatter(n, link), tree)
+    ring = _fastest(2 * link.round, 2 * _wire(n, link) / link.bandwidth)
+    depth = link.inside + (link.parts - 1).bit_length() * link.latency
+    return _less(ring, _fastest(2 * depth, 2 * n / link.bandwidth))
 
 
 def _all_to_all(n: Bytes, link: AxisLink) -> Bytes:

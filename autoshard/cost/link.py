@@ -26,7 +26,9 @@ class AxisLink:
     ring through the group. size: ranks in a group. device_bandwidth: bytes/s in one direction of one rank
     alone over the slowest level crossed (None: equal to ``bandwidth``). local: ranks of the group on the
     same side of that level, which together make up the bandwidth of the ring. measured: collectives of such
-    groups that were timed.
+    groups that were timed. hops: of one way round a ring, which ends a step short of its beginning: (how many
+    cross a level, seconds per message there), innermost first; () where all are of ``latency``. nccl: whether
+    collectives have NCCL's algorithms.
     """
 
     latency: float
@@ -35,6 +37,25 @@ class AxisLink:
     device_bandwidth: float | None = None
     local: int = 1
     measured: tuple[CollectiveTimings, ...] = ()
+    hops: tuple[tuple[int, float], ...] = ()
+    nccl: bool = False
+
+    @property
+    def round(self) -> float:
+        """Seconds that a message takes round the ring, from the first rank to the last."""
+        if not self.hops:
+            return (self.size - 1) * self.latency
+        return sum(count * latency for count, latency in self.hops)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the outermost level that the group lies in: nodes, mostly."""
+        return self.hops[-1][0] + 1 if self.hops else self.size
+
+    @property
+    def inside(self) -> float:
+        """Seconds that a message takes through one of these parts, rank by rank."""
+        return sum(count * latency for count, latency in self.hops[:-1]) / self.parts
 
     @property
     def alone(self) -> float:
@@ -95,7 +116,26 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
     if cluster.links is not None and cluster.links.latency is not None:
         assert rows is not None
         latency = float(cluster.links.latency[rows, np.roll(rows, -1, axis=1)].max())
-    return AxisLink(latency, share * local, size, share, local, _tables(crossed, size))
+    ways = {_hops(part, size) for part in crossed if part}
+    return AxisLink(
+        latency,
+        share * local,
+        size,
+        share,
+        local,
+        _tables(crossed, size),
+        ways.pop() if len(ways) == 1 and cluster.links is None else (),
+        cluster.collectives == "nccl",
+    )
+
+
+def _hops(crossed: Sequence[_Crossed], size: int) -> tuple[tuple[int, float], ...]:
+    """What messages round a group of that size cross, level by level."""
+    below = [-(-size // each.local) for each in crossed]
+    above = [*below, 1][1:]
+    return tuple(
+        (b - a, each.level.latency) for each, b, a in zip(crossed, below, above, strict=True) if b > a
+    )
 
 
 def _tables(crossed: Sequence[Sequence[_Crossed]], size: int) -> tuple[CollectiveTimings, ...]:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from autoshard.errors import UsageError
-from autoshard.ir.decode import Count, Number, Positive, decoded
+from autoshard.ir.decode import Count, NotNegative, Number, Positive, decoded
 from autoshard.validate.flop import step_flop
 
 Recomputed = Literal["none", "attention", "selective", "ops", "full"]
@@ -130,7 +130,7 @@ class _Row(Run, frozen=True, kw_only=True, rename=_KEYS):
     kind: str = "run"
     config_complete: bool = True
     missing: tuple[Any, ...] = ()
-    microbatches_told: Number = 0
+    microbatches_told: NotNegative = 0
     context: Count = 1
     expert_ranks: Count = 1
     experts: Number = 0
@@ -199,7 +199,7 @@ def _filled(row: _Row) -> _Row:
         row,
         data=data,
         gpus=row.gpus or inner * data,
-        micro=row.micro or (row.batch // pieces if pieces else 0),
+        micro=row.micro or (int(row.batch // pieces) if pieces else 0),
         kv_heads=row.kv_heads or row.heads,
         sharded=row.sharded or data,
         sequence_parallel=row.sequence_parallel and row.tensor > 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from math import inf
 
@@ -34,7 +35,12 @@ UNIT = AxisLink(1.0, 1.0, 4)
 
 
 def link(text: str, axis: int, cluster: Cluster = NODES) -> AxisLink:
-    return link_of(cluster, Mesh.parse(text), axis)
+    """Without its hops, which have tests of their own."""
+    return bare(link_of(cluster, Mesh.parse(text), axis))
+
+
+def bare(link: AxisLink) -> AxisLink:
+    return replace(link, hops=(), nccl=False)
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -100,6 +106,40 @@ def test_arrays_give_what_numbers_give_and_more_bytes_never_cost_less(
 def test_all_reduce_is_never_dearer_than_its_two_halves(nbytes: int, link: AxisLink) -> None:
     halves = seconds("reduce_scatter", nbytes, link) + seconds("all_gather", nbytes, link)
     assert seconds("all_reduce", nbytes, link) <= halves * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "hops"),
+    [
+        # 8 ranks in two nodes of 4: 6 of the 7 steps of a ring stay inside
+        ("dp=8", 0, ((6, 1e-6), (1, 1e-5))),
+        ("dp=16", 0, ((12, 1e-6), (3, 1e-5))),
+        ("dp=4,tp=2", 0, ((2, 1e-6), (1, 1e-5))),
+        # one rank in each node
+        ("dp=4,tp=4", 0, ((3, 1e-5),)),
+        ("dp=4,tp=4", 1, ((3, 1e-6),)),
+        ("dp=6", 0, ((3, 1e-6), (2, 1e-5))),
+    ],
+)
+def test_every_step_of_a_ring_has_the_latency_of_its_level(
+    mesh: str, axis: int, hops: tuple[tuple[int, float], ...]
+) -> None:
+    found = link_of(NODES, Mesh.parse(mesh), axis)
+    assert found.hops == hops and sum(count for count, _ in hops) == found.size - 1
+
+
+def test_rings_of_nccl_wait_for_all_their_steps() -> None:
+    ring = AxisLink(1e-5, 1e9, 64, 1e9, 8, (), ((56, 1e-6), (7, 1e-5)), True)
+    around = 56e-6 + 70e-6
+    # long messages: the Simple protocol
+    assert seconds("all_gather", 64e8, ring) == pytest.approx(around + 6.3)
+    # short ones: LL, a fifth of the latency for half of the bandwidth
+    assert seconds("all_gather", 64, ring) == pytest.approx(0.2 * around, rel=0.01)
+    # a double tree over 8 nodes: 3 steps between them, and a chain of 8 inside each
+    assert seconds("all_reduce", 64, ring) == pytest.approx(0.2 * 2 * (7e-6 + 3e-5), rel=0.02)
+    # where each node has one rank there is a tree for gathers, too
+    alone = AxisLink(1e-5, 1e9, 8, 1e9, 1, (), ((7, 1e-5),), True)
+    assert seconds("all_gather", 8e8, alone) == pytest.approx(3e-5 + 0.7)
 
 
 def test_unknown_kind() -> None:
@@ -339,7 +379,7 @@ def test_measured_links_replace_those_of_the_level() -> None:
     # another order goes around 1 -> 2: 0 1 3 2
     mesh = Mesh.parse("dp=4")
     # inside nodes 0 -> 1 at 6 counts; across 1 -> 3 and 2 -> 0 at 8, on two halves of cards
-    assert link_of(cluster, mesh, 0, RankOrder((0, 1, 3, 2))) == AxisLink(1e-5, 6.0, 4, 6.0, 1)
+    assert bare(link_of(cluster, mesh, 0, RankOrder((0, 1, 3, 2)))) == AxisLink(1e-5, 6.0, 4, 6.0, 1)
 
 
 def test_measured_latency_is_that_of_the_slowest_neighbours() -> None:

@@ -191,7 +191,7 @@ def test_gradients_that_stages_share_are_reduced_over_them() -> None:
     tied = StagePrices(whole_cuts("gpt2-deep", "dp=1", 2, "gpipe", 2), paired(latency=1e-3))
     owners = {n: r for n, r in tied.holders.items() if len(r) > 1 and "wte" in n}
     assert len(owners) == 1
-    assert all(end.shared > 1e-3 for end in tied.ends)
+    assert all(end.shared > 1e-4 for end in tied.ends)
     size = tied.size(next(iter(owners)))
     both = sum(state.parameters for state in tied.states)
     assert both == pytest.approx(sum(model_bytes("gpt2-deep")) + size)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -93,6 +93,7 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> MachinePro
         hosts = _gathered(hosts[0])
     per_node = node_size(hosts)
     say(f"measuring {world} {'device' if world == 1 else 'devices at once'}, {per_node} on each node")
+    kind: Literal["nccl", "mpi"] = "nccl" if device.type == "cuda" else "mpi"
     sizes = sizes_to(effort.largest or (256 if device.type == "cuda" else 16) * 2**20)
     share = share_of_core(device, per_node)
     agree = list if alone else partial(mean_of if share > 1.0 else slowest, device)
@@ -107,12 +108,12 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> MachinePro
     where = f"devices: {world}, nodes: {world // per_node}, torch {torch.__version__}, {platform.platform()}"
     description = f"measured by autoshard profile: {where}"
     if world == 1:
-        cluster = Cluster(name, 1, bound, ())
+        cluster = Cluster(name, 1, bound, (), collectives=kind)
         return MachineProfile(
             cluster, f"{description}; one device, so that no links were measured", sources, ()
         )
     levels = measure_levels(device, per_node, sizes, effort.repeats, say, share)
-    cluster = Cluster(name, world, bound, tuple(each.level for each in levels))
+    cluster = Cluster(name, world, bound, tuple(each.level for each in levels), collectives=kind)
     profile = MachineProfile(cluster, description, sources, tuple(levels))
     if not effort.pairs:
         return profile
