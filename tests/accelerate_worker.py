@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from calls_worker import batch, build, full
 from leaving import leave
 from torch.utils.data import DataLoader
 
 import autoshard
+from autoshard.errors import UsageError
 from autoshard.interop.accelerator import ReplicatedAccelerator
 
 
@@ -51,6 +53,21 @@ def trained(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any
     return found
 
 
+def refuses_other_types(mesh: str) -> None:
+    """A model that computes in float32 while Accelerate is told bf16."""
+    AcceleratorState._reset_state()
+    accelerator = ReplicatedAccelerator(cpu=True, mixed_precision="bf16")
+    model = autoshard.parallelize(build("Llama"), mesh, example_inputs=batch(4, 16))
+    try:
+        accelerator.prepare(model)
+    except UsageError as error:
+        assert 'precision="bf16"' in error.hint
+    else:
+        raise AssertionError("bf16 would have been left out")
+    half = autoshard.parallelize(build("Llama"), mesh, example_inputs=batch(4, 16), precision="bf16")
+    assert accelerator.prepare(half) is half
+
+
 def main() -> None:
     mesh, folder = sys.argv[1], Path(sys.argv[2])
     kind = ReplicatedAccelerator if mesh else Accelerator
@@ -72,6 +89,7 @@ def main() -> None:
     if not mesh or dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     if mesh:
+        refuses_other_types(mesh)
         leave()
 
 

@@ -18,6 +18,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.utils.data import DataLoader
 
+from autoshard.errors import UsageError
 from autoshard.runtime.module import ParallelModule
 from autoshard.runtime.optim.clip import clip_grad_norm_
 from autoshard.runtime.optim.optimizer_hooks import parameters_in
@@ -25,14 +26,30 @@ from autoshard.runtime.saving import full_state
 from autoshard.runtime.training_state import load_training_state, save_training_state
 
 
+def _types_of(model: ParallelModule) -> set[str]:
+    """Types that a model computes in already, in Accelerate's words."""
+    held = {str(p.dtype) for p in model.parameters() if p.is_floating_point()}
+    names = {"bf16": {"torch.bfloat16"}, "fp16": {"torch.float16"}}
+    return {model._autoshard.program.precision.name} | {name for name, dtype in names.items() if held == dtype}
+
+
 class ReplicatedAccelerator(Accelerator):
     """An Accelerator whose processes all have the same batches."""
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model as it is, if it is parallel."""
+        """The model as it is, if it is parallel.
+
+        Raises UsageError where Accelerate would compute in another type than the model does.
+        """
         if not isinstance(model, ParallelModule):
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
             return prepared
+        if self.mixed_precision not in ("no", *_types_of(model)):
+            raise UsageError(
+                f"mixed precision {self.mixed_precision} is asked of Accelerate or of Trainer",
+                why="a parallel model computes in the types that it was planned with",
+                hint=f'parallelize(..., precision="{self.mixed_precision}")',
+            )
         if model not in self._models:
             self._models.append(model)
         return model
