@@ -1,7 +1,7 @@
 """Started by torchrun: models in float32 that compute in 16 bits, beside one process that does.
 
-``precision_worker.py "fsdp=4;dp=2,tp=2"`` prints a line per model and mesh: ok or BAD. The one process gives
-the model its parameters cast (``torch.func.functional_call``), as FSDP2's ``MixedPrecisionPolicy`` does.
+``precision_worker.py "fsdp=4;dp=2,tp=2" [MODELS]`` prints a line per model and mesh: ok or BAD. The one process
+gives the model its parameters cast (``torch.func.functional_call``), as FSDP2's ``MixedPrecisionPolicy`` does.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import autoshard
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR = 1e-3
+MODELS = ("Llama", "GPT2", "T5", "Mixtral", "Convolutions")
 
 
 class Convolutions(nn.Module):
@@ -165,8 +166,9 @@ def main() -> None:
     dist.init_process_group()
     for mesh in sys.argv[1].split(";"):
         pipeline = "pp" in mesh
-        for name in ("Llama", "GPT2") if pipeline else ("Llama", "GPT2", "T5", "Mixtral", "Convolutions"):
-            if name != "Convolutions" or "tp" not in mesh:
+        names = sys.argv[2].split(",") if len(sys.argv) > 2 else MODELS
+        for name in names:
+            if name in (("Llama", "GPT2") if pipeline else MODELS[:-1] if "tp" in mesh else MODELS):
                 compared(name, mesh, "bf16", **({"microbatches": 2} if pipeline else {}))
         if not pipeline:
             scaled(mesh)

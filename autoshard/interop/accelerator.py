@@ -30,7 +30,9 @@ def _types_of(model: ParallelModule) -> set[str]:
     """Types that a model computes in already, in Accelerate's words."""
     held = {str(p.dtype) for p in model.parameters() if p.is_floating_point()}
     names = {"bf16": {"torch.bfloat16"}, "fp16": {"torch.float16"}}
-    return {model._autoshard.program.precision.name} | {name for name, dtype in names.items() if held == dtype}
+    return {model._autoshard.program.precision.name} | {
+        name for name, dtype in names.items() if held == dtype
+    }
 
 
 class ReplicatedAccelerator(Accelerator):
