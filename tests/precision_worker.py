@@ -1,7 +1,8 @@
 """Started by torchrun: models in float32 that compute in 16 bits, beside one process that does.
 
-``precision_worker.py "fsdp=4;dp=2,tp=2" [MODELS]`` prints a line per model and mesh: ok or BAD. The one process
-gives the model its parameters cast (``torch.func.functional_call``), as FSDP2's ``MixedPrecisionPolicy`` does.
+``precision_worker.py "fsdp=4;dp=2,tp=2" [MODELS]`` prints a line per model and mesh: ok or BAD. The one
+process gives the model its parameters cast (``torch.func.functional_call``), as FSDP2's
+``MixedPrecisionPolicy(param_dtype=...)`` does.
 """
 
 from __future__ import annotations
