@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 
 #: seconds after which a collective gives up, and that a rank stays away
-PATIENCE, AWAY = 3, 6
+PATIENCE, AWAY = 6, 12
 
 
 class Net(nn.Module):

@@ -49,7 +49,7 @@ def _cluster(name: str) -> Cluster:
     cluster = load_cluster("h100-dgx")
     device = cluster.device
     rates = {kind: rate / _SLOWER for kind, rate in device.peak_flops.items()}
-    return replace(cluster, device=replace(device, peak_flops=rates))
+    return replace(cluster, device=replace(device, peak_flops=rates), collectives="mpi")
 
 
 @functools.cache
