@@ -110,14 +110,14 @@ class ParallelStrategy(SingleDeviceStrategy):
             )
         for metric in (m for m in modules if isinstance(m, Metric)):
             metric.distributed_available_fn = bool  # False: all ranks count the same rows
-        if not isinstance(self.precision_plugin, _Precision):
-            if type(self.precision_plugin) is not Precision:
+        if not isinstance(trainer.precision_plugin, _Precision):
+            if type(trainer.precision_plugin) is not Precision:
                 raise UsageError(
-                    f"the Trainer's precision is {self.precision_plugin.precision}",
+                    f"the Trainer's precision is {trainer.precision_plugin.precision}",
                     why="the program of a parallel model has the precision that it was planned with",
                     hint='autoshard.parallelize(model, mesh, ..., precision="bf16"), and precision=32 here',
                 )
-            self.precision_plugin = _Precision()
+            trainer.strategy.precision_plugin = _Precision()
         super().setup(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -171,7 +171,7 @@ class ParallelStrategy(SingleDeviceStrategy):
     def _names(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Of an optimizer's parameters, in the order of the numbers that its state has."""
         names = {p: name for name, p in self.lightning_module.named_parameters()}
-        return [names[p] for p in parameters_in(optimizer)]  # type: ignore[index]
+        return [names[p] for p in parameters_in(optimizer)]
 
     def teardown(self) -> None:
         """The model stays where its ranks have it."""

@@ -26,7 +26,10 @@ def test_lightning_trains_logs_saves_and_resumes_as_on_one_process(tmp_path: Pat
     close(run("tp", "dp=2,tp=2", "one"), wanted)
     close(run("fsdp", "fsdp=4", "tp"), wanted)
     close(run("other", "", "fsdp"), wanted)
-    saved = [torch.load(tmp_path / name / "step=6.ckpt", weights_only=True) for name in ("one", "tp", "fsdp")]
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-        for other in saved[1:]:
-            torch.testing.assert_close(other[key], saved[0][key], rtol=1e-3, atol=1e-5)
+    for file in ("step=6.ckpt", "more/step=12.ckpt"):
+        first, *others = (
+            torch.load(tmp_path / name / file, weights_only=True) for name in ("one", "tp", "fsdp")
+        )
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+            for other in others:
+                torch.testing.assert_close(other[key], first[key], rtol=1e-3, atol=1e-5)
