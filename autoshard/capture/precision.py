@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from autoshard.torch_adapters.dtypes import torch_dtype
 
+T = TypeVar("T")
 _DTYPES = {"bf16": "bf16", "fp16": "f16"}
 
 
@@ -21,28 +24,30 @@ class MixedPrecision:
     name: str = ""
     inputs: bool = True
 
-    def applies(self, owner: nn.Module) -> bool:
-        """Whether a module computes in it: batch norms, whose statistics are buffers, keep their types."""
-        return bool(self.name) and not isinstance(owner, _BatchNorm)
+    def of_parameter(self, tensor: torch.Tensor, owner: nn.Module) -> torch.Tensor:
+        """A parameter as its module gets it: batch norms, whose statistics are buffers, keep their types."""
+        return tensor if isinstance(owner, _BatchNorm) else self._cast(tensor)
 
-    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter of a module that it applies to, as the module gets it."""
-        dtype = torch_dtype(_DTYPES[self.name]) if self.name else tensor.dtype
-        narrower = tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize
-        return tensor.to(dtype) if narrower else tensor
+    def of_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An argument of the model, as its code gets it."""
+        return self._cast(tensor) if self.inputs else tensor
+
+    def of_call(self, given: T) -> T:
+        """All arguments of a call, in any pytree."""
+        return cast(T, pytree.tree_map_only(torch.Tensor, self.of_input, given))
 
     def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Of a model, by name, as its modules get them: for ``torch.func.functional_call``."""
         return {
-            f"{path}.{key}" if path else key: self.cast(p)
+            f"{path}.{key}" if path else key: self.of_parameter(p, module)
             for path, module in model.named_modules()
-            if self.applies(module)
             for key, p in module.named_parameters(recurse=False)
         }
 
-    def of_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An argument of the model, as its code gets it."""
-        return self.cast(tensor) if self.inputs else tensor
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = torch_dtype(_DTYPES[self.name]) if self.name else tensor.dtype
+        narrower = tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize
+        return tensor.to(dtype) if narrower else tensor
 
 
 UNCHANGED = MixedPrecision()

@@ -127,14 +127,12 @@ class Function:
         for position in self.replaced:
             held[position] = torch.clone(held[position])
         for position, (kind, name, _) in enumerate(self.state.arguments):
-            if kind == "param" and position not in self.absent and self._is_cast(name):
-                held[position] = self.precision.cast(held[position])
+            if kind == "param" and position not in self.absent:
+                owner = self.model.get_submodule(name.rpartition(".")[0])
+                held[position] = self.precision.of_parameter(held[position], owner)
         for table, key, position in self.state.slots:
             table[key] = held[position]
         return held
-
-    def _is_cast(self, name: str) -> bool:
-        return self.precision.applies(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _write_back(self, tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
         """Buffers that were assigned anew count as changed in place."""

@@ -13,7 +13,7 @@ import typer
 from autoshard.cli import options as opt
 from autoshard.cli.from_options import with_options
 from autoshard.cli.output import Progress, print_json, reporting, stdout
-from autoshard.cli.plan import also_planned, batch_options, make_plan
+from autoshard.cli.plan import batch_options, make_plans
 from autoshard.errors import UsageError
 from autoshard.options import PassOptions, PlanOptions, chosen_of, options_from
 
@@ -53,17 +53,14 @@ def compile_command(
         Offload.parse(options.offload)
         say = Progress()
         passes = options_from(PassOptions, {"offload": options.offload, **_switched(without)}, passes)
-        others: list[Program] = []
         if plan is None:
             if target is None:
                 raise UsageError(
                     "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
                 )
             inputs = batch_options(target, batch, options.global_batch, seq)
-            planned = make_plan(target, mesh, cluster, inputs, options, rules, say)
-            program = api.compile_analysed(planned, say, passes)
-            for other in also_planned(also, target, mesh, cluster, inputs, options, rules, say):
-                others.append(api.compile_analysed(other, say, passes))
+            plans = make_plans(target, mesh, cluster, inputs, options, rules, say, also)
+            programs = [api.compile_analysed(planned, say, passes) for planned in plans]
         else:
             asked = chosen_of(replace(options, offload=""))
             if target or mesh or batch or seq or also or asked:
@@ -71,11 +68,10 @@ def compile_command(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
             program, inputs = _from_plan(plan, cluster, rules, say, passes)
-        program, *others = (
-            api.with_options(p, **{k: str(v) for k, v in inputs.items()}) for p in (program, *others)
-        )
-        save_program(program, out, overwrite=overwrite, also=others)
-        _report([program, *others], out, json)
+            programs = [program]
+        programs = [api.with_options(p, **{k: str(v) for k, v in inputs.items()}) for p in programs]
+        save_program(programs[0], out, overwrite=overwrite, also=programs[1:])
+        _report(programs, out, json)
 
 
 def _switched(without: str) -> dict[str, bool]:

@@ -72,13 +72,13 @@ def plan_command(
             print_lengths(api.plan_lengths(model, where, lengths=lengths, **more), json=json)
             return
         priced = replace(options, baselines=True)
-        planned = make_plan(target, mesh, cluster, inputs, priced, rules, Progress())
+        plans = make_plans(target, mesh, cluster, inputs, priced, rules, Progress(), also)
+        planned = next(plans)
         if out is not None:
             request = Request(target, inputs, options, "" if rules is None else str(rules))
             write_plan(out, planned.plan, request, overwrite=overwrite)
-        others = list(also_planned(also, target, mesh, cluster, inputs, options, rules, Progress()))
         summary, *also_summaries = (
-            summarise(p.plan, p.analysis, p.solution, p.staging, p.peak) for p in (planned, *others)
+            summarise(p.plan, p.analysis, p.solution, p.staging, p.peak) for p in (planned, *plans)
         )
         if json:
             document = {"command": "plan", "folder": str(out) if out else None, **summary.as_json()}
@@ -108,7 +108,7 @@ def batch_options(
     return options_of(target, batch or (global_batch if is_config(target) else None), seq)
 
 
-def make_plan(
+def make_plans(
     target: str,
     mesh: str | None,
     cluster: str | None,
@@ -116,25 +116,26 @@ def make_plan(
     options: PlanOptions,
     rules: Path | None,
     say: Progress,
-) -> Planned:
-    """Build the target on the meta device and plan it. inputs: sizes of the target's example inputs."""
+    also: str,
+) -> Iterator[Planned]:
+    """Build the target on the meta device and plan it; then the same step for other numbers of ranks.
+
+    inputs: sizes of the target's example inputs.
+    """
     from autoshard import api
 
+    others = _other_ranks(also, cluster, inputs, options)
     model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, say)
-    return api.plan(model, where, target=target, **more)
+    yield api.plan(model, where, target=target, **more)
+    for other in others:
+        more |= {"options": other, "cluster": None}
+        yield api.plan(model, destination(None, cluster, other.devices), target=target, **more)
 
 
-def also_planned(
-    also: str,
-    target: str,
-    mesh: str | None,
-    cluster: str | None,
-    inputs: dict[str, int],
-    options: PlanOptions,
-    rules: Path | None,
-    say: Progress,
-) -> Iterator[Planned]:
-    """Plans of the same step for other numbers of ranks: the best mesh of each."""
+def _other_ranks(
+    also: str, cluster: str | None, inputs: dict[str, int], options: PlanOptions
+) -> list[PlanOptions]:
+    """Of plans of the same step for the numbers of ranks in ``also``, whose best meshes are searched."""
     counts = [n.strip() for n in also.split(",") if n.strip()]
     if any(not n.isdigit() or int(n) < 1 for n in counts):
         raise UsageError(f"--also is {also!r}", hint="numbers of ranks: --also 24,16")
@@ -145,9 +146,8 @@ def also_planned(
             hint="--cluster NAME, beside the mesh or instead of it",
         )
     batch = options.global_batch or inputs.get("batch")
-    for count in counts:
-        fewer = replace(options, devices=int(count), global_batch=batch, microbatches=None, chunks=None)
-        yield make_plan(target, None, cluster, inputs, fewer, rules, say)
+    same = replace(options, global_batch=batch, microbatches=None, chunks=None, baselines=False)
+    return [replace(same, devices=int(count)) for count in counts]
 
 
 def planning_arguments(

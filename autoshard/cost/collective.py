@@ -99,8 +99,8 @@ def _gather_or_scatter(n: Bytes, link: AxisLink) -> Bytes:
 
 def _fastest(latency: float, transfer: Bytes) -> Bytes:
     """Seconds by the best of NCCL's protocols."""
-    found = [latency * waits + transfer / share for waits, share in _PROTOCOLS]
-    return _less(_less(found[0], found[1]), found[2])
+    times = [latency * waits + transfer / share for waits, share in _PROTOCOLS]
+    return _less(_less(times[0], times[1]), times[2])
 
 
 def _all_reduce(n: Bytes, link: AxisLink) -> Bytes:

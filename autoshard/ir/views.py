@@ -16,6 +16,8 @@ UNIT_DIMS = frozenset(
 )
 #: the tensor itself
 ALIASES = frozenset(("aten.alias.default", "aten.detach.default"))
+#: the elements in another type: no views, as these have storage of their own
+CASTS = frozenset(("aten._to_copy.default", "prims.convert_element_type.default"))
 _PARTS = frozenset(
     f"aten.{name}"
     for name in ("slice.Tensor", "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int")

@@ -121,7 +121,7 @@ class Program:
     alone: tuple[str, ...] = ()
     state: StoredState = StoredState()
 
-    @property
+    @cached_property
     def precision(self) -> MixedPrecision:
         """What the model computes in."""
         return MixedPrecision(json.loads(self.plan).get("precision", "")) if self.plan else UNCHANGED

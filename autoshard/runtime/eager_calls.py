@@ -72,11 +72,6 @@ class EagerCalls:
             say_once(f"a call runs on gathered parameters, on every rank alike: {why}")
         return True
 
-    def in_precision(self, given: Any) -> Any:
-        """The arguments of a call of the whole model, as its code gets them."""
-        cast = self.precision.of_input
-        return pytree.tree_map(lambda x: cast(x) if isinstance(x, torch.Tensor) else x, given)
-
     def watch(self, root: nn.Module) -> None:
         """Gather whenever a submodule is called from outside."""
         for module in root.modules():
@@ -134,10 +129,7 @@ class EagerCalls:
                 if isinstance(parameter, DTensor):
                     if id(parameter) not in known:
                         check_data(f"{type(each).__name__}.{key}", parameter)
-                        found = self._global(parameter)
-                        known[id(parameter)] = (
-                            self.precision.cast(found) if self.precision.applies(each) else found
-                        )
+                        known[id(parameter)] = self.precision.of_parameter(self._global(parameter), each)
                     self._slots.append((each._parameters, key, parameter))
         for table, key, shard in self._slots:
             table[key] = known[id(shard)]

@@ -224,7 +224,7 @@ class ParallelModule(nn.Module):
         if self._autoshard_eager.running or self._autoshard_eager.has_to(self, args, kwargs, asks):
             with self._autoshard_eager.gathered(self):
                 users = self.__dict__.get(FORWARD, super().forward)
-                args, kwargs = self._autoshard_eager.in_precision(given)
+                args, kwargs = self._autoshard_eager.precision.of_call(given)
                 return users(*args, **kwargs)
         with self._autoshard.waiting():
             leaves, rows = self._autoshard_family.of_call(self, args, kwargs)

@@ -143,18 +143,20 @@ class PreparedItem:
     """An instruction of main. dead: values to drop after it. counted: values of which the part's use is over
     after it."""
 
-    __slots__ = ("args", "body", "counted", "dead", "label", "made_of", "outs", "site")
+    __slots__ = ("args", "body", "counted", "dead", "instruction", "label", "outs", "site")
 
     def __init__(
         self,
-        made_of: Instruction,
+        instruction: Instruction,
         args: tuple[str, ...],
         body: PreparedSegment | PreparedCall,
         dead: Sequence[str],
         counted: Sequence[str],
     ) -> None:
-        self.made_of, self.args, self.outs, self.body = made_of, args, made_of.outs, body
-        self.label, self.site = (made_of.label, made_of.site) if isinstance(made_of, Call) else ("", 0)
+        self.instruction, self.args, self.outs, self.body = instruction, args, instruction.outs, body
+        self.label, self.site = "", 0
+        if isinstance(instruction, Call):
+            self.label, self.site = instruction.label, instruction.site
         self.dead, self.counted = tuple(dead), tuple(counted)
 
     def run(self, args: Sequence[Any]) -> Sequence[Any]:

@@ -353,8 +353,7 @@ class Eager:
 
     def step(self) -> StepResult:
         self.model.zero_grad()
-        args, kwargs = self.batch.whole
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self.precision.of_input, (args, kwargs))
+        args, kwargs = self.precision.of_call(self.batch.whole)
         given = from_records(args), from_records(kwargs)
         output = to_records(functional_call(self.model, self.precision.parameters(self.model), *given))
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]

@@ -34,6 +34,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from autoshard.ir import Call, Folded, Graph, Node, Port, Ref, refs_of
 from autoshard.ir.flow import Place
+from autoshard.ir.views import CASTS
 from autoshard.rules.core import Factored
 
 Kind: TypeAlias = Literal["same", "split", "rows", "part", "own"]
@@ -58,7 +59,6 @@ _LOOKUPS = (
     "aten.index_put.default",
     "aten._unsafe_index_put.default",
 )
-_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 #: sums of two, where a number may stand for the second
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar")
 
@@ -381,7 +381,7 @@ class _Following:
                 return "part"
         if node.op in _SUMS and len(takes) == 1 and any(_is_number(a) and a == 0 for a in node.args):
             return "part"
-        if node.op in _CASTS and not takes[0].real:
+        if node.op in CASTS and not takes[0].real:
             return "part"  # numbers that are counted
         self._as_sums(key, node, takes, "it is not linear in a sum over the batch")
         # of totals alone it is the same for all

@@ -13,8 +13,8 @@ from dataclasses import replace
 from autoshard.capture.repeat_op import REPEAT, REPEAT_BACKWARD, RepeatKey
 from autoshard.ir import DTYPES, Graph, Joint, Node, Port, Ref, refs_of, substitute
 from autoshard.ir.body import Body
+from autoshard.ir.views import CASTS
 
-CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 #: a use of a parameter that is no cast
 _OTHER = ""
 
@@ -34,19 +34,17 @@ def narrow_parameters(joint: Joint) -> Joint:
     outside = _casts_of(joint.graph, set(names.values()))
     for name, types in outside.items():
         uses.setdefault(name, set()).update(types)
-    returned = {r.value for r in joint.results}
+    ports = {p.name: p for p in joint.ports if p.kind == "param"}
     narrow = {
-        p.name: next(iter(uses[p.name]))
-        for p in joint.ports
-        if p.kind == "param" and len(uses.get(p.name, ())) == 1 and p.name not in returned
+        name: dtype
+        for name, types in uses.items()
+        if name in ports and len(types) == 1
+        for dtype in types
+        if _narrower(dtype, ports[name])
     }
-    narrow = {p.name: narrow[p.name] for p in joint.ports if _narrower(narrow.get(p.name, ""), p)}
-    while True:
-        # one graph serves all calls of a layer: its parameters are all narrow or none is
-        apart = [names for names in fed.values() if not names <= set(narrow) and names & set(narrow)]
-        if not apart:
-            break
-        narrow = {name: t for name, t in narrow.items() if not any(name in names for names in apart)}
+    # one graph serves all calls of a layer: its parameters are all narrow or none is
+    while apart := [n for n in fed.values() if not n.isdisjoint(narrow) and n - narrow.keys()]:
+        narrow = {name: dtype for name, dtype in narrow.items() if not any(name in n for n in apart)}
     if not narrow:
         return joint
     bodies = tuple(

@@ -30,21 +30,21 @@ def note_held(error: BaseException, places: OpPlaces, values: Mapping[str, Any],
     place, inside = _inside(error, places, item)
     held = [(given[n], x) for n, x in values.items() if n in given]
     held += [(places.values[n].module, x) for n, x in values.items() if n in places.values] + inside
-    found: Counter[str] = Counter()
+    nbytes_of: Counter[str] = Counter()
     seen: set[int] = set()
     for row, x in held:
         # what shares memory counts once, with the first
         if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in seen:
             seen.add(x.untyped_storage().data_ptr())
-            found[row or "(root)"] += x.untyped_storage().nbytes()
-    rows = found.most_common(_ROWS)
-    if len(found) > _ROWS:
-        rows.append((f"{len(found) - _ROWS} others", found.total() - sum(size for _, size in rows)))
+            nbytes_of[row or "(root)"] += x.untyped_storage().nbytes()
+    rows = nbytes_of.most_common(_ROWS)
+    if len(nbytes_of) > _ROWS:
+        rows.append((f"{len(nbytes_of) - _ROWS} others", nbytes_of.total() - sum(size for _, size in rows)))
     table = "\n".join(f"  {bytes_text(size):>10}  {row}" for row, size in rows)
     rank = dist.get_rank() if dist.is_initialized() else 0
     error.add_note(
         f"autoshard: rank {rank} ran out of memory in {place} ({place.source}). The call holds "
-        f"{bytes_text(found.total())}, by the module that made it:\n{table}\n"
+        f"{bytes_text(nbytes_of.total())}, by the module that made it:\n{table}\n"
         "Gradients of earlier calls and the state of the optimizer are not in it."
     )
 
@@ -54,8 +54,8 @@ def _inside(
 ) -> tuple[OpPlace, list[tuple[str, Any]]]:
     """The op that failed, and the values that its segment had made by then, with their modules."""
     steps, _, _ = item.opened([None] * len(item.args))
-    own, failed = places.of(item.made_of), None
-    made = [(place, o) for step, place in zip(steps, own, strict=True) for o in step.outs]
+    own, failed = places.of(item.instruction), None
+    outs = [(place, o) for step, place in zip(steps, own, strict=True) for o in step.outs]
     local: Mapping[str, Any] = {}
     for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code.co_filename == SEGMENT:
@@ -63,6 +63,6 @@ def _inside(
         elif isinstance(frame.f_locals.get("place"), OpPlace):
             # ops are run one by one, for a profiler or for NaNs
             failed, slots = frame.f_locals["place"], frame.f_locals["slots"]
-            local = {f"v{o}": slots[o] for _, o in made if slots[o] is not None}
-    failed = failed or next((place for place, o in made if f"v{o}" not in local), own[-1])
-    return failed, [(place.module, local[f"v{o}"]) for place, o in made if f"v{o}" in local]
+            local = {f"v{o}": slots[o] for _, o in outs if slots[o] is not None}
+    failed = failed or next((place for place, o in outs if f"v{o}" not in local), own[-1])
+    return failed, [(place.module, local[f"v{o}"]) for place, o in outs if f"v{o}" in local]

@@ -53,7 +53,7 @@ class NanTrace:
         """The results of an instruction, each of its ops looked at."""
         steps, slots, ends = item.opened(args)
         began = {k: self.began[a] for k, a in enumerate(item.args) if a in self.began}
-        for step, place in zip(steps, self.places.of(item.made_of), strict=True):
+        for step, place in zip(steps, self.places.of(item.instruction), strict=True):
             step.run(slots, item.site)
             for slot in step.outs:
                 slots[slot] = arrived(slots[slot])

@@ -55,8 +55,8 @@ class OpPlaces:
         for item in self.program.lowered.main:
             graph = self.program.lowered.segments[item.segment].graph if isinstance(item, Call) else None
             nodes, ends = (graph.nodes, graph.outputs) if graph is not None else ((item,), item.outs)
-            made = {o: place for node, place in zip(nodes, self.of(item), strict=True) for o in node.outs}
-            found |= {o: made[end] for o, end in zip(item.outs, ends, strict=True) if end in made}
+            makers = {o: place for node, place in zip(nodes, self.of(item), strict=True) for o in node.outs}
+            found |= {o: makers[end] for o, end in zip(item.outs, ends, strict=True) if end in makers}
         return found
 
     @cached_property

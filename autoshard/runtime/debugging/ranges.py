@@ -30,7 +30,7 @@ class Ranges:
         coming: dict[int, str] = {}
         now = ""
         with ExitStack() as inside:
-            for step, place in zip(steps, self.places.of(item.made_of), strict=True):
+            for step, place in zip(steps, self.places.of(item.instruction), strict=True):
                 late = [slot for slot in step.uses if type(slots[slot]) is Pending]
                 if late or place.range != now:
                     inside.close()

@@ -40,7 +40,6 @@ from autoshard.search.problem.cost_entries import (
 from autoshard.search.problem.cost_terms import Bytes, Time
 from autoshard.search.problem.decisions import NodeVar, ParamVar, PortVar, ResultVar, ValueVar, Variable
 from autoshard.search.problem.exposed_collectives import reduce_chains
-from autoshard.search.problem.gradient_casts import before_gradient_casts
 from autoshard.search.problem.merge_entries import merged
 from autoshard.search.problem.op_classes import batch_dims
 from autoshard.search.problem.param_buckets import Shares
@@ -105,7 +104,6 @@ class _Builder:
         self.layers = labelled or set(model.folded.segments)
         self.kept = model.kept
         self.kinds, self.users = model.kinds.ops, model.kinds.users
-        self.unreduced = before_gradient_casts(model.folded, model.flow)
 
     # -- variables ---------------------------------------------------------------------------------
 
@@ -492,7 +490,7 @@ class _Builder:
         count: int,
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times. place: of the value."""
-        reduces = place not in self.unreduced
+        reduces = place not in self.model.unreduced
         way = self._way(type_, self._grows(place, type_), self._source(source, position), required, reduces)
         self.entries.append(Joined(kind, source, target, count, way))
 

@@ -6,12 +6,11 @@ Sums over ranks in 16 bits lose what the master copy is there to keep: FSDP2's `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from autoshard.ir import DTYPES, Folded, Graph, Node, refs_of
 from autoshard.ir.flow import Flow, Place
+from autoshard.ir.views import CASTS
 
-_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 #: between a product and the cast of the gradient that it gives; other views are reshapes
 _BETWEEN = ("aten.add.Tensor", "aten.reshape.default", "aten.t.default", "aten.permute.default")
 
@@ -38,7 +37,7 @@ def before_gradient_casts(folded: Folded, flow: Flow) -> frozenset[Place]:
 
 def _widens(node: Node, graph: Graph) -> bool:
     given, out = graph.types().get(next(refs_of(node), "")), node.types[0]
-    if node.op not in _CASTS or given is None or out is None:
+    if node.op not in CASTS or given is None or out is None:
         return False
     return given.is_float and out.is_float and DTYPES[out.dtype][1] > DTYPES[given.dtype][1]
 
@@ -48,11 +47,10 @@ class _Search:
 
     def __init__(self, folded: Folded, flow: Flow) -> None:
         self.flow = flow
-        self.makers: Mapping[str, dict[str, Node]] = {
-            name: {out: node for node in graph.nodes for out in node.outs}
-            for name, graph in folded.segments.items()
-        }
-        self.makers = {**self.makers, "": {}}
+        #: of ports, which have no segment, there are none
+        self.makers: dict[str, dict[str, Node]] = {"": {}}
+        for name, graph in folded.segments.items():
+            self.makers[name] = {out: node for node in graph.nodes for out in node.outs}
         self.inside = Counter(
             (name, ref)
             for name, graph in folded.segments.items()

@@ -17,6 +17,7 @@ from autoshard.rules.states import OpState
 from autoshard.search.problem.cost_entries import BatchPricing, Entry
 from autoshard.search.problem.cost_terms import CostTerms
 from autoshard.search.problem.decisions import NodeVar, ValueVar, Variable, with_states
+from autoshard.search.problem.gradient_casts import before_gradient_casts
 from autoshard.search.problem.op_classes import Kinds
 from autoshard.search.problem.param_buckets import Shares, shares_of
 from autoshard.search.problem.saved_for_backward import SavedTerms, kept_activations
@@ -47,6 +48,11 @@ class Model:
     def kept(self) -> SavedTerms:
         """What backward reads of forward; the same on every mesh."""
         return kept_activations(self.folded, self.flow, self.rules)
+
+    @cached_property
+    def unreduced(self) -> frozenset[Place]:
+        """Gradients that are cast before they are reduced."""
+        return before_gradient_casts(self.folded, self.flow)
 
     @cached_property
     def alike(self) -> TiedDecisions:
