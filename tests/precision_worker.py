@@ -64,7 +64,8 @@ def steps(
     losses = []
     for number in range(4):
         losses.append(step(made(number)))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        # that of torch sees the stages of one rank of a pipeline alone
+        autoshard.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -128,6 +129,20 @@ def others(parallel: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
         say(close(full(parallel(**batch(8, 16)).logits), cast(**batch(8, 16)).logits), "eval", "")
 
 
+def emptied(mesh: str) -> None:
+    """A model on meta, whose parameters get memory in the model's type, and then their values."""
+    plain, kwargs = build("Llama"), batch(8, 16)
+    with torch.device("meta"):
+        model = type(plain)(plain.config)  # type: ignore[arg-type]
+    parallel = autoshard.parallelize(model, mesh, example_inputs=kwargs, precision="bf16")
+    parallel.to_empty(device="cpu")
+    assert all(p.dtype == torch.float32 for p in parallel.parameters())
+    parallel.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        ours, theirs = float(full(parallel(**kwargs).loss)), float(cast_loss(plain, kwargs, DTYPES["bf16"]))
+    say(abs(ours - theirs) < 1e-3 * theirs, f"to_empty {mesh}", f"{ours} {theirs}")
+
+
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).float().abs().max() < 3e-2 * b.float().abs().max())
 
@@ -173,6 +188,7 @@ def main() -> None:
                 compared(name, mesh, "bf16", **({"microbatches": 2} if pipeline else {}))
         if not pipeline:
             scaled(mesh)
+            emptied(mesh)
     leave()
 
 

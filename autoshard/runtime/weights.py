@@ -103,7 +103,7 @@ def _writes(x: torch.Tensor) -> int:
 
 def _empty_part(runner: Runner, port: Port) -> torch.Tensor:
     shape = local_shape(port.type.shape, runner.layout(port), runner.shape.sizes, runner.coords)
-    return torch.empty(shape, dtype=torch_dtype(port.type.dtype), device=runner.device)
+    return torch.empty(shape, dtype=torch_dtype(port.stored_dtype), device=runner.device)
 
 
 class _Table:
