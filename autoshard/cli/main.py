@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from autoshard._version import __version__
+from autoshard.cli.advise import check_config_command
 from autoshard.cli.check import check_command
 from autoshard.cli.compile import compile_command
 from autoshard.cli.diff import diff_command
@@ -32,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("check")(check_command)
+app.command("check-config")(check_config_command)
 app.command("plan")(plan_command)
 app.command("compile")(compile_command)
 app.command("verify")(verify_command)

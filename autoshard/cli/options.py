@@ -41,6 +41,15 @@ AlsoOption = Annotated[
         help="for these numbers of ranks, too, with the same sequences per step, for a run that loses nodes",
     ),
 ]
+ForOption = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="TOOL",
+        help="the best configuration of megatron, torchtitan, accelerate, deepspeed or transformers instead, "
+        "as its flags or file (-o FILE)",
+    ),
+]
 LengthsOption = Annotated[
     str | None,
     typer.Option(

@@ -40,6 +40,7 @@ def plan_command(
     seq: opt.SeqOption = None,
     lengths: opt.LengthsOption = None,
     also: opt.AlsoOption = "",
+    tool: opt.ForOption = None,
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
     rules: opt.RulesOption = None,
@@ -54,6 +55,13 @@ def plan_command(
         from autoshard.cli.folders import Request, check_plan_folder, write_plan
         from autoshard.report.summary import summarise
 
+        if tool is not None:
+            if mesh is not None or lengths is not None or also or batch is not None or rules is not None:
+                raise UsageError("--for goes without --mesh, --batch, --lengths, --also and --rules")
+            from autoshard.cli.advise import advise_tool
+
+            advise_tool(target, tool, cluster, options, seq, out, overwrite, json)
+            return
         if out is not None:
             check_plan_folder(out, overwrite=overwrite)
         inputs = batch_options(target, batch, options.global_batch, seq)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isclose
 
 import torch
+from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.ir import Arg, Folded, Graph, Node, TensorType, refs_of
@@ -14,7 +15,6 @@ from autoshard.planner.analysis import Analysis, analyse
 from autoshard.rules.core import Factored
 from autoshard.search.problem.problem import Model
 from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
-from autoshard.validate.models import Architecture, on_meta
 
 #: sequences of the capture that stands for every batch but 1
 _CAPTURED = 16
@@ -29,10 +29,10 @@ class Scaled:
 
 
 class Captures:
-    """Captures of one architecture at one sequence length, made when they are first needed."""
+    """Captures of one model, made when they are first needed. build: the model and its inputs for a batch."""
 
-    def __init__(self, shape: Architecture, seq: int, dtype: torch.dtype) -> None:
-        self.shape, self.seq, self.dtype = shape, seq, dtype
+    def __init__(self, build: Callable[[int], tuple[nn.Module, dict[str, torch.Tensor]]]) -> None:
+        self._build = build
         self._analyses: dict[int, Analysis] = {}
         self._scaled: dict[int, Scaled] = {}
 
@@ -54,7 +54,7 @@ class Captures:
 
     def _analysis(self, batch: int) -> Analysis:
         if batch not in self._analyses:
-            model, inputs = on_meta(self.shape, batch, self.seq, self.dtype)
+            model, inputs = self._build(batch)
             self._analyses[batch] = analyse(capture(model, (), inputs))
         return self._analyses[batch]
 

@@ -8,10 +8,8 @@ axes is said by its stage (Rajbhandari et al., SC'20, section 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -31,30 +29,9 @@ from autoshard.search.problem.decisions import (
 from autoshard.search.problem.problem import Model
 from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.solver.network import Array
-from autoshard.validate.models import Architecture, Kind
+from autoshard.validate.columns import divided_classes
 
 S = TypeVar("S")
-
-#: parameters that are divided by columns, with the dim that is, and the size of an `Architecture` that it has
-_COLUMNS: Mapping[Kind, tuple[tuple[str, int, str], ...]] = MappingProxyType(
-    {
-        "gpt2": (
-            ("*.c_attn.weight", 1, "kv_heads"),
-            ("*.c_fc.weight", 1, "ffn"),
-            ("*.wte.weight", 0, "vocab"),
-        ),
-        "llama": (
-            ("*.k_proj.weight", 0, "kv_heads"),
-            ("*.gate_proj.weight", 0, "ffn"),
-            ("*.embed_tokens.weight", 0, "vocab"),
-            ("lm_head.weight", 0, "vocab"),
-        ),
-    }
-)
-#: a parameter whose other dim is the hidden one
-_HIDDEN: Mapping[Kind, tuple[str, int]] = MappingProxyType(
-    {"gpt2": ("*.c_fc.weight", 0), "llama": ("*.gate_proj.weight", 1)}
-)
 
 
 @dataclass(frozen=True)
@@ -78,23 +55,19 @@ class Masks:
     notes: tuple[str, ...]
 
 
-def masks_of(formulated: ShardingProblem, shape: Architecture, placement: RunPlacement) -> Masks:
+def masks_of(formulated: ShardingProblem, placement: RunPlacement) -> Masks:
     """The states that a run's code may be in, on a mesh whose axes the search sees one by one."""
-    return _Masks(formulated, shape, placement).run()
+    return _Masks(formulated, placement).run()
 
 
 class _Masks:
-    def __init__(self, formulated: ShardingProblem, shape: Architecture, placement: RunPlacement) -> None:
+    def __init__(self, formulated: ShardingProblem, placement: RunPlacement) -> None:
         self.formulated, self.run_placement = formulated, placement
         self.model: Model = formulated.model
         self.digits = self.model.digits.values
         self.batch = self.model.digits.batch
-        self.columns = {
-            cls
-            for glob, dim, size in _COLUMNS[shape.kind]
-            for cls in self._column(glob, dim, getattr(shape, size))
-        }
-        self.hidden = self._whole(*_HIDDEN[shape.kind])
+        classes = divided_classes(self.model)
+        self.hidden, self.columns = set(classes.hidden), set(classes.columns)
         self.sequence = self._sequence() - self.columns
         self.notes: list[str] = []
         self.ends = self._ends()
@@ -104,22 +77,6 @@ class _Masks:
         return Masks(allowed, tuple(dict.fromkeys(self.notes)))
 
     # -- classes of dims ---------------------------------------------------------------------------
-
-    def _ports(self, glob: str) -> list[Place]:
-        """Classes of parameters with such names."""
-        groups = self.model.flow.classes.items()
-        return [key for key, group in groups if any(fnmatchcase(p.target, glob) for p in group.ports)]
-
-    def _column(self, glob: str, dim: int, size: int) -> set[int]:
-        """The class that such parameters are divided by: the part of the dim that has this size."""
-        columns: set[int] = set()
-        for key in self._ports(glob):
-            fitting = [cls for _, n, cls in self.digits.get((*key, dim), ()) if n == size]
-            columns |= set(fitting[:1])
-        return columns
-
-    def _whole(self, glob: str, dim: int) -> set[int]:
-        return {cls for key in self._ports(glob) for _, _, cls in self.digits.get((*key, dim), ())}
 
     def _sequence(self) -> set[int]:
         """Classes of the other dims of what a layer is handed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -37,7 +38,7 @@ from autoshard.validate.architecture import KnownSizes, architecture_of
 from autoshard.validate.captured import Captures, Scaled
 from autoshard.validate.frameworks import Framework, behaviour_of, framework_of
 from autoshard.validate.machine import RunMachine, machine_of
-from autoshard.validate.models import Architecture
+from autoshard.validate.models import Architecture, on_meta
 from autoshard.validate.placements import RunPlacement, masks_of
 from autoshard.validate.rows import Run, Unsupported
 from autoshard.validate.stages import RebuiltStages, stages_of
@@ -76,11 +77,11 @@ def rebuilt(
         progress(
             f"{shape.kind}, {shape.layers} layers, hidden {shape.hidden}, {seq} tokens: {len(alike)} runs"
         )
-        captures = Captures(shape, seq, dtype)
+        captures = Captures(partial(on_meta, shape, seq=seq, dtype=dtype))
         # those that are alike but for their pipeline or batch follow each other
         for told in sorted(alike, key=lambda t: (t.run.micro * t.run.data, str(mesh_of(t.run)), t.run.id)):
             try:
-                yield _rebuilt(told, captures)
+                yield rebuilt_run(told.run, told.machine.cluster, told.framework, captures, _notes(told))
             except AutoshardError as error:
                 yield _refused(told.run, error)
 
@@ -131,20 +132,25 @@ def storable(hidden: int, ranks: int) -> int:
     return 1
 
 
-def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
-    run, cluster = told.run, told.machine.cluster
+def rebuilt_run(
+    run: Run, cluster: Cluster, framework: Framework, captures: Captures, notes: tuple[str, ...] = ()
+) -> Rebuilt:
+    """A run of a model as a program with the placements of a framework.
+
+    Raises UsageError where no program has them, or its stages cannot be made.
+    """
     scaled = captures.at(run.micro * run.data)
-    behaviour = behaviour_of(run, told.framework, cluster.device.peak_flops)
+    behaviour = behaviour_of(run, framework, cluster.device.peak_flops)
     mesh, prices = mesh_of(run), CostModels(cluster)
     stages = stages_of(run, scaled.model.folded)
     setting = _setting(run, scaled, cluster, stages)
     formulated = formulate(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
-    masks = masks_of(formulated, told.known.shape, _wanted(run, mesh))
+    masks = masks_of(formulated, _wanted(run, mesh))
     try:
         placements = place(formulated.problem, setting, None, allowed=masks.allowed)
     except NoFiniteAssignment:
         raise UsageError(
-            f"no program has the placements of {told.framework.name} on {mesh}",
+            f"no program has the placements of {framework.name} on {mesh}",
             where=run.id,
             why="some op of the model cannot run with them",
         ) from None
@@ -154,7 +160,8 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
     program = _program(
         scaled, formulated, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices)
     )
-    return Rebuilt(run, program, cluster, behaviour, _notes(told, stages, masks.notes))
+    told = (*notes, *(stages.notes if stages else ()), *masks.notes)
+    return Rebuilt(run, program, cluster, behaviour, told)
 
 
 def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: RebuiltStages | None) -> StepConfig:
@@ -214,7 +221,7 @@ def _saving(
     return saving
 
 
-def _notes(told: _Told, stages: RebuiltStages | None, placed: tuple[str, ...]) -> tuple[str, ...]:
+def _notes(told: _Told) -> tuple[str, ...]:
     run, framework = told.run, told.framework
     ways = storable(run.hidden, run.sharded)
     divided = (f"what ZeRO divides over {run.sharded} ranks is divided over {ways} here",)
@@ -230,6 +237,4 @@ def _notes(told: _Told, stages: RebuiltStages | None, placed: tuple[str, ...]) -
         *(slow if kind not in device.peak_flops else ()),
         *(divided if run.zero and ways < run.sharded else ()),
         *(assumed if framework.assumed else ()),
-        *(stages.notes if stages else ()),
-        *placed,
     )

@@ -1,4 +1,5 @@
-"""``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``peers``.
+"""``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``peers``,
+``tools PATH``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings. Runs benchmarks and
 prints their tables; without a name, planning, steps and estimates.
@@ -190,6 +191,24 @@ def peers(args: Sequence[str]) -> None:
     print(main(args, say))
 
 
+def tools(args: Sequence[str]) -> None:
+    """Published recipes of other tools beside the best of their spaces, by our prices; minutes."""
+    parser = argparse.ArgumentParser("python -m benchmarks tools")
+    parser.add_argument("path", type=Path, help="measurements, a JSON list of objects")
+    parser.add_argument("--study", action="append", default=[], help="only this study; may be repeated")
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th work [default: 1]")
+    given = parser.parse_args(args)
+    from autoshard.validate.rows import Run, read_rows
+    from benchmarks.tools import PublishedRow, closing_line, published_against_best
+
+    runs = [row for row in read_rows(given.path, given.study) if isinstance(row, Run)]
+    rows = []
+    for row in published_against_best(runs, given.every):
+        CONSOLE.print(str(row), markup=False, highlight=False, soft_wrap=True)
+        rows += [row] if isinstance(row, PublishedRow) else []
+    CONSOLE.print(closing_line(rows), highlight=False)
+
+
 BENCHMARKS = {
     "planning": planning,
     "steps": steps,
@@ -202,7 +221,7 @@ BENCHMARKS = {
     "rings": rings,
 }
 #: those that take arguments
-ASKED = {"published": published, "same": same, "sweep": sweep, "peers": peers}
+ASKED = {"published": published, "same": same, "sweep": sweep, "peers": peers, "tools": tools}
 DEFAULT = ("planning", "steps", "estimates")
 
 
@@ -214,7 +233,7 @@ def main(args: Sequence[str]) -> None:
             return
         unknown = set(args) - set(BENCHMARKS)
         if unknown:
-            known = ", ".join([*BENCHMARKS, "published PATH", "same PATH", "sweep", "peers"])
+            known = ", ".join([*BENCHMARKS, "published PATH", "same PATH", "sweep", "peers", "tools PATH"])
             raise SystemExit(f"unknown benchmark {', '.join(sorted(unknown))}; there are {known}")
         for name in args or DEFAULT:
             BENCHMARKS[name]()

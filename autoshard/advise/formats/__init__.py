@@ -1,0 +1,1 @@
+"""Configurations in the files and flags of each tool."""

@@ -1,0 +1,57 @@
+"""Our own plan of the same work: what is left to win."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autoshard import api
+from autoshard.advise.tool_config import ToolConfig
+from autoshard.advise.tools import Tool
+from autoshard.advise.work import Work
+from autoshard.cluster.cluster import USABLE_FRACTION
+from autoshard.errors import InfeasibleError
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.step import estimate_step
+
+#: what of a behaviour kernels and their launches decide, rather than placements, schedule and collectives
+_KERNELS = (
+    *("attention", "attention_native", "attention_reach", "keeps", "fused", "norm_reads"),
+    *("loss_kept", "loss_peak", "eager", "recipe"),
+)
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """seconds: of a simulated step of the program; same_kernels: with the kernels of the other tool."""
+
+    mesh: str
+    seconds: float
+    same_kernels: float
+
+
+def own_plan(work: Work, tool: Tool, say: Callable[[str], None]) -> OwnPlan | None:
+    """None where we have no plan that fits."""
+    model, inputs = work.build(1)
+    say("planning the same work with autoshard")
+    try:
+        planned = api.plan(
+            model,
+            work.cluster,
+            example_inputs=inputs,
+            devices=work.gpus,
+            global_batch=work.batch,
+            memory=int(USABLE_FRACTION * work.memory),
+            optimizer="adamw-fp32",
+            progress=lambda _: None,
+        )
+    except InfeasibleError:
+        return None
+    program = api.compile_analysed(planned)
+    theirs = tool.framework_of(ToolConfig()).behaviour
+    same = replace(Behaviour(), **{name: getattr(theirs, name) for name in _KERNELS})
+    return OwnPlan(
+        planned.plan.mesh,
+        estimate_step(program, work.cluster, behaviour=replace(Behaviour(), recipe=theirs.recipe)).seconds,
+        estimate_step(program, work.cluster, behaviour=same).seconds,
+    )
