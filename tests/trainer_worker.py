@@ -54,7 +54,6 @@ def trained(mesh: str, folder: Path, steps: int, resume: str | None = None) -> t
 
         example = {k: torch.stack([row[k] for row in rows[:ROWS]]) for k in rows[0]}
         model = autoshard.parallelize(model, mesh, example_inputs=example)
-    piped = "pp" in mesh
     args = TrainingArguments(
         str(folder),
         max_steps=steps,
@@ -70,14 +69,14 @@ def trained(mesh: str, folder: Path, steps: int, resume: str | None = None) -> t
         logging_steps=1,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
-        prediction_loss_only=piped,
         use_cpu=True,
         ddp_backend="gloo",
         disable_tqdm=True,
         report_to=[],
     )
-    more = {} if piped else {"compute_metrics": accuracy}
-    trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows[:13], **more)
+    trainer = kind(
+        model=model, args=args, train_dataset=rows, eval_dataset=rows[:13], compute_metrics=accuracy
+    )
     if resume is None:
         random.seed(7)  # other than Trainer's own
     trainer.train(resume_from_checkpoint=resume)

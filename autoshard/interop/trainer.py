@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,16 @@ from autoshard.runtime.saving import full_state
 
 #: a file of a checkpoint: the random number generators of one process
 _NUMBERS = "rng_state.pth"
+
+
+class _Outputs:
+    """A call that gives what a step of a pipeline returns. left: names of outputs that it leaves out."""
+
+    def __init__(self, model: Any, left: Collection[str]) -> None:
+        self._model, self._left = model, left
+
+    def __call__(self, **batch: Any) -> Any:
+        return self._model.eval_outputs(batch, self._left)
 
 
 #: stands for the class that comes after it
@@ -90,18 +101,15 @@ class ParallelTrainer(_Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        if not getattr(model, "is_pipeline", False):
-            found: tuple[Any, Any, Any] = super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys
-            )
-            return found
-        if not prediction_loss_only:
-            raise UsageError(
-                "a pipeline gives no predictions",
-                why="its last stage alone has the outputs",
-                hint="prediction_loss_only=True",
-            )
-        return model.eval_step(dict(self._prepare_inputs(inputs))).detach(), None, None  # type: ignore[operator]
+        call: Any = model
+        if getattr(model, "is_pipeline", False):
+            if prediction_loss_only:
+                return call.eval_step(dict(self._prepare_inputs(inputs))).detach(), None, None
+            config = getattr(model, "config", None)
+            left = ignore_keys or getattr(config, "keys_to_ignore_at_inference", ())
+            call = _Outputs(model, left)
+        found: tuple[Any, Any, Any] = super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
+        return found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the full weights, by the first rank. Collective."""

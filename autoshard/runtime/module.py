@@ -6,7 +6,7 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -39,6 +39,7 @@ from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.saving import saves_full
 from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
+from autoshard.runtime.step_outputs import step_outputs
 from autoshard.runtime.stepper import Stepper
 from autoshard.runtime.weights import ports_of, to_empty
 from autoshard.torch_adapters.assigned_data import watch_data
@@ -216,7 +217,8 @@ class ParallelModule(nn.Module):
             raise UsageError(
                 "the model is a pipeline and is called directly",
                 why="each rank has some of its stages, and a step is many microbatches through all of them",
-                hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step()",
+                hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step(); "
+                "model.eval_outputs(batch) returns what the model would",
             )
         given = args, kwargs
         args, kwargs = to_records(given)
@@ -252,7 +254,19 @@ class ParallelModule(nn.Module):
         """
         with self._autoshard.waiting():
             leaves = _leaves_of_step(self, batch, kwargs)
-            return self._autoshard_family.current.stepper.evaluate(self, leaves)
+            return self._autoshard_family.current.stepper.evaluate(self, leaves)[0]
+
+    @torch.compiler.disable
+    def eval_outputs(self, batch: Any = None, ignore: Collection[str] = (), /, **kwargs: Any) -> Any:
+        """What the model returns for the batch of a whole step, without gradients: of a pipeline, too.
+
+        Takes what `eval_step` does. ignore: names of outputs that are left empty, such as caches. Returns
+        plain tensors of the whole batch, on every rank. Raises UsageError for an output without the batch if
+        a step is several microbatches.
+        """
+        with self._autoshard.waiting():
+            leaves = _leaves_of_step(self, batch, kwargs)
+            return step_outputs(self._autoshard_family.current.stepper, self, leaves, ignore)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Of ``to``, ``float`` and their like. Parameters that it does not change stay as they are: torch

@@ -40,7 +40,7 @@ def full_state(module: Any, names: Collection[str] | None = None) -> dict[str, t
 
 
 def full_here(x: torch.Tensor, kept: bool) -> torch.Tensor:
-    """A full tensor in host memory that does not change with ``x``; collective. kept: False for an empty one."""
+    """The full tensor in host memory, apart from ``x``; collective. kept: False for an empty one."""
     full = x.full_tensor() if isinstance(x, DTensor) else x
     if not kept:
         return torch.empty(0)

@@ -55,8 +55,7 @@ def full_optimizer_state(module: Any, optimizer: Optimizer) -> dict[str, Any]:
     return {
         "state": {name: found[name] for name in sorted(found, key=order.__getitem__)},
         "param_groups": [
-            {**group, "params": names}
-            for group, names in zip(state["param_groups"], groups, strict=True)
+            {**group, "params": names} for group, names in zip(state["param_groups"], groups, strict=True)
         ],
     }
 
@@ -81,9 +80,7 @@ def load_full_optimizer_state(module: Any, optimizer: Optimizer, state: Mapping[
     values = {k if isinstance(k, str) else names[k]: x for k, x in state["state"].items()}
     ports = ports_of(module)
     taken: dict[int, dict[str, Any]] = {}
-    for number, (name, p) in enumerate(
-        zip(_names(module, optimizer), parameters_in(optimizer), strict=True)
-    ):
+    for number, (name, p) in enumerate(zip(_names(module, optimizer), parameters_in(optimizer), strict=True)):
         if name in values:
             whole = has_full_states(optimizer) or not isinstance(p, DTensor)
             taken[number] = {k: x if whole else _part(x, p, ports) for k, x in values[name].items()}
