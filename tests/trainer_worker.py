@@ -92,6 +92,7 @@ def refused(mesh: str, folder: Path) -> None:
         transformers.Trainer(model=model, args=args, train_dataset=dataset()).train()
     except autoshard.UsageError as error:
         assert "autoshard.interop.trainer" in error.hint, error
+        assert "trainer_worker.py" in error.where, error
     else:
         raise AssertionError("Trainer trained in DistributedDataParallel")
 

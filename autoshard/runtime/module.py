@@ -6,6 +6,8 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
+import sys
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture.origins import hook_line
+from autoshard.capture.origins import hook_line, user_line_of
 from autoshard.capture.python_state.captured_state import CapturedState, state_here
 from autoshard.errors import UsageError
 from autoshard.program.holders import holders_of
@@ -166,11 +168,17 @@ class _NotForAccelerate:
     def __get__(self, module: nn.Module | None, owner: type) -> bool:
         if module is None:
             return False
+        path = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_stack(None)]
+        trainer = any(name.endswith("transformers/trainer.py") for name in path)
+        which = "the Trainer of transformers" if trainer else "the Accelerator of Accelerate"
         raise UsageError(
-            "Accelerate would wrap the model in DistributedDataParallel",
-            why="its parameters are sharded, and the model exchanges what ranks have to by itself",
-            hint="use autoshard.interop.trainer.Trainer or autoshard.interop.accelerator."
-            "ReplicatedAccelerator, or prepare only the optimizer and the data",
+            f"{which} is given a model that is parallel already",
+            where=user_line_of(sys._getframe(), ("accelerate", "transformers")),
+            why="it would wrap it in DistributedDataParallel, and give ranks other batches",
+            hint="from autoshard.interop.trainer import Trainer, in place of that of transformers; for a "
+            "subclass of it, class Yours(ParallelTrainer, TheSubclass)"
+            if trainer
+            else "from autoshard.interop.accelerator import ReplicatedAccelerator, in place of Accelerator",
         )
 
 

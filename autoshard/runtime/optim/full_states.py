@@ -82,8 +82,8 @@ def load_full_optimizer_state(module: Any, optimizer: Optimizer, state: Mapping[
     taken: dict[int, dict[str, Any]] = {}
     for number, (name, p) in enumerate(zip(_names(module, optimizer), parameters_in(optimizer), strict=True)):
         if name in values:
-            whole = has_full_states(optimizer) or not isinstance(p, DTensor)
-            taken[number] = {k: x if whole else _part(x, p, ports) for k, x in values[name].items()}
+            sharded = isinstance(p, DTensor) and not has_full_states(optimizer)
+            taken[number] = {k: _part(x, p, ports) if sharded else x for k, x in values[name].items()}
     numbered = optimizer.state_dict()["param_groups"]
     merged = [
         {**given, "params": own["params"]} for given, own in zip(state["param_groups"], numbered, strict=True)
@@ -92,7 +92,7 @@ def load_full_optimizer_state(module: Any, optimizer: Optimizer, state: Mapping[
     module._autoshard.clock.after_load(optimizer)
 
 
-def _part(x: Any, p: DTensor, ports: Any) -> Any:
+def _part(x: Any, p: Any, ports: Any) -> Any:
     """The rank's part of what a state has for every element of a parameter; other things as they are."""
     if not isinstance(x, torch.Tensor) or not x.dim() or x.shape != p.shape:
         return x
