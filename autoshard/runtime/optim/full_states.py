@@ -83,7 +83,8 @@ def load_full_optimizer_state(module: Any, optimizer: Optimizer, state: Mapping[
     for number, (name, p) in enumerate(zip(_names(module, optimizer), parameters_in(optimizer), strict=True)):
         if name in values:
             sharded = isinstance(p, DTensor) and not has_full_states(optimizer)
-            taken[number] = {k: _part(x, p, ports) if sharded else x for k, x in values[name].items()}
+            port = ports[p] if sharded else None
+            taken[number] = {key: _own(x, p, port) for key, x in values[name].items()}
     numbered = optimizer.state_dict()["param_groups"]
     merged = [
         {**given, "params": own["params"]} for given, own in zip(state["param_groups"], numbered, strict=True)
@@ -92,12 +93,14 @@ def load_full_optimizer_state(module: Any, optimizer: Optimizer, state: Mapping[
     module._autoshard.clock.after_load(optimizer)
 
 
-def _part(x: Any, p: Any, ports: Any) -> Any:
-    """The rank's part of what a state has for every element of a parameter; other things as they are."""
-    if not isinstance(x, torch.Tensor) or not x.dim() or x.shape != p.shape:
+def _own(x: Any, p: Any, port: Any) -> Any:
+    """What this rank has of an entry of a state. port: of a parameter whose elements lie as the entry's."""
+    if not isinstance(x, torch.Tensor):
         return x
-    runner, port = ports[p]
-    return dtensor_like(p, runner.part_of(x, port).to(local(p).device, copy=True))
+    if port is None or not x.dim() or x.shape != p.shape:
+        return x.clone()  # steps are counted in place
+    runner, which = port
+    return dtensor_like(p, runner.part_of(x, which).to(local(p).device, copy=True))
 
 
 def _names(module: Any, optimizer: Optimizer) -> Iterator[str]:
