@@ -34,6 +34,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.errors import UsageError
+from autoshard.runtime.optim.full_states import full_optimizer_state, load_full_optimizer_state
+from autoshard.runtime.saving import full_state
 
 #: models with weights of which a rank holds several blocks; of the last two, on more ranks than kv heads
 BLOCKED = (("gpt2", "dp=2,tp=2"), ("gpt2", "fsdp=2,tp=2"), ("llama", "tp=4"), ("mixtral", "tp=4"))
@@ -183,6 +186,50 @@ def piped(ranks: int, mesh: str, schedule: str, seed: int = 0) -> Any:
         f"{ranks}-{mesh}-{schedule}",
     )
     return bound(program, family("gpt2-dropout").make(seed)[0], seed=3)
+
+
+def states_of_one_process() -> None:
+    """A pipeline, with shards of several blocks and a weight of two stages, goes on with what a plain
+    optimizer has, and the other way round."""
+
+    def groups(model: nn.Module) -> torch.optim.Optimizer:
+        found = list(model.parameters())
+        wide, narrow = [p for p in found if p.dim() > 1], [p for p in found if p.dim() == 1]
+        made = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "lr": 2e-2}]
+        return torch.optim.AdamW(made, lr=1e-2)
+
+    def steps(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for _ in range(2):
+            loss = model.train_step(inputs) if hasattr(model, "train_step") else model(**inputs).loss
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    plain, inputs = family("gpt2").make(0)
+    model: Any = autoshard.parallelize(family("gpt2").make(0)[0], "pp=2,tp=2", example_inputs=inputs)
+    optimizer, theirs = groups(model), groups(plain)
+    close(steps(model, optimizer), steps(plain, theirs), "before")
+    saved: list[Any] = [full_optimizer_state(model, optimizer), full_state(model)]
+    state, weights = copy.deepcopy(theirs.state_dict()), copy.deepcopy(plain.state_dict())
+    wanted = steps(plain, theirs)
+    other, _ = family("gpt2").make(1)
+    resumed: Any = autoshard.parallelize(other, "pp=2,tp=2", example_inputs=inputs)
+    optimizer = groups(resumed)
+    resumed.load_state_dict(weights, strict=False)
+    load_full_optimizer_state(resumed, optimizer, state)
+    close(steps(resumed, optimizer), wanted, "a pipeline after one process")
+    dist.broadcast_object_list(saved, 0)
+    alone, _ = family("gpt2").make(1)
+    optimizer = groups(alone)
+    alone.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[0])
+    close(steps(alone, optimizer), wanted, "one process after a pipeline")
+    del saved[0]["param_groups"][1]
+    raises(UsageError, lambda: load_full_optimizer_state(resumed, groups(resumed), saved[0]), "groups")
 
 
 def dropout_goes_on(folder: Path) -> None:
@@ -344,6 +391,8 @@ def main() -> None:
         done(f"{name} on {mesh}")
     optimizers(folder / "optimizers")
     done("optimizers")
+    states_of_one_process()
+    done("states of one process")
     dropout_goes_on(folder)
     done("dropout")
     infinities()

@@ -18,6 +18,7 @@ from calls_worker import batch, build, full
 from guide_blocks import blocks, run_blocks
 from leaving import leave
 from peft import PeftModel
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 
@@ -57,12 +58,56 @@ def training_features(names: dict[str, Any]) -> None:
     assert names["averaged"] > names["loss"]
 
 
+def trainer(names: dict[str, Any]) -> None:
+    """What the first block saved is what its model has; the others went on to their ends."""
+    saved = AutoModelForCausalLM.from_pretrained("out/final")(**names["batch"]).loss
+    begun = AutoModelForCausalLM.from_pretrained("path/to/model")(**names["batch"]).loss
+    assert saved < begun - 1e-3, (saved, begun)
+    assert full(names["model"](**names["batch"]).loss) < begun - 1e-3
+    assert os.path.isdir("state/parallel_0")
+    if "L" in names:
+        assert names["trainer"].global_step == 3
+
+
+def _given(guide: str) -> dict[str, Any]:
+    """What a guide's reader has."""
+    names: dict[str, Any] = {"batch": batch(8, 16), "build": partial(build, "Llama")}
+    if guide == "trainer":
+        rows = [{name: x[k % 8] for name, x in names["batch"].items()} for k in range(16)]
+        loader = partial(DataLoader, rows, batch_size=8)
+        names |= {"rows": rows, "held_out": rows[:8], "batches": loader(), "loader": loader()}
+        names |= {"validation": loader(), "Classifier": _classifier}
+    return names
+
+
+def _classifier(net: Any) -> Any:
+    """A LightningModule."""
+    import lightning.pytorch as L
+
+    class Classifier(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, given: Any, number: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(**given).loss
+            return loss
+
+        def validation_step(self, given: Any, number: int) -> None:
+            self.log("loss", self.net(**given).loss)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return Classifier()
+
+
 def main() -> None:
     folder, *guides = sys.argv[1:]
     os.chdir(folder)
     dist.init_process_group()
     for guide in guides:
-        names: dict[str, Any] = {"batch": batch(8, 16), "build": partial(build, "Llama")}
+        names = _given(guide)
         run_blocks(guide, names)
         globals()[guide](names)
         if dist.get_rank() == 0:

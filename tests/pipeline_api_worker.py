@@ -245,6 +245,9 @@ def other_batches() -> None:
         for rows in (16, 24, 12, 7, 16):
             batch = some(rows)
             without = float(parallel.eval_step(batch))
+            outputs, expected = parallel.eval_outputs(batch), plain(**batch)
+            torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+            check(not parallel.eval_outputs(batch, ["x"])["x"].numel(), "an output that is ignored")
             check(all(p.grad is None for p in parallel.parameters()), "gradients of an evaluation")
             found, loss = float(parallel.train_step(batch)), plain(**batch)["loss"]
             loss.backward()

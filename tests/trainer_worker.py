@@ -1,11 +1,13 @@
 """Started by `ranks`: one script with transformers' Trainer, on one process or several; prints what it logs.
 
-Arguments: a mesh, "" for one process with the Trainer of transformers; a folder.
+Arguments: a mesh, "" for one process with the Trainer of transformers; a folder; folders that other meshes
+wrote, from which it goes on, too.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,6 @@ def trained(mesh: str, folder: Path, steps: int, resume: str | None = None) -> t
 
         example = {k: torch.stack([row[k] for row in rows[:ROWS]]) for k in rows[0]}
         model = autoshard.parallelize(model, mesh, example_inputs=example)
-    piped = "pp" in mesh
     args = TrainingArguments(
         str(folder),
         max_steps=steps,
@@ -68,15 +69,16 @@ def trained(mesh: str, folder: Path, steps: int, resume: str | None = None) -> t
         logging_steps=1,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
-        prediction_loss_only=piped,
-        save_only_model=piped,
         use_cpu=True,
         ddp_backend="gloo",
         disable_tqdm=True,
         report_to=[],
     )
-    more = {} if piped else {"compute_metrics": accuracy}
-    trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows[:13], **more)
+    trainer = kind(
+        model=model, args=args, train_dataset=rows, eval_dataset=rows[:13], compute_metrics=accuracy
+    )
+    if resume is None:
+        random.seed(7)  # other than Trainer's own
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -90,6 +92,7 @@ def refused(mesh: str, folder: Path) -> None:
         transformers.Trainer(model=model, args=args, train_dataset=dataset()).train()
     except autoshard.UsageError as error:
         assert "autoshard.interop.trainer" in error.hint, error
+        assert "trainer_worker.py" in error.where, error
     else:
         raise AssertionError("Trainer trained in DistributedDataParallel")
 
@@ -97,6 +100,10 @@ def refused(mesh: str, folder: Path) -> None:
 def logged(trainer: transformers.Trainer) -> list[dict[str, float]]:
     rows = ({k: row[k] for k in KEYS if k in row} for row in trainer.state.log_history)
     return [row for row in rows if row]
+
+
+def resumed(mesh: str, folder: Path, other: Path) -> list[Any]:
+    return [*logged(trained(mesh, folder, 6, str(other / "checkpoint-4"))), random.random()]
 
 
 def main() -> None:
@@ -111,8 +118,8 @@ def main() -> None:
     trainer.save_model(str(folder / "final"))
     weights = LlamaForCausalLM.from_pretrained(folder / "final").state_dict()
     found["weights"] = {name: float(x.double().norm()) for name, x in weights.items()}
-    if "pp" not in mesh:
-        found["resumed"] = logged(trained(mesh, folder, 6, str(folder / "checkpoint-4")))
+    found["resumed"] = resumed(mesh, folder, folder)
+    found["others"] = [resumed(mesh, folder, Path(other)) for other in sys.argv[3:]]
     if not mesh or dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     leave()

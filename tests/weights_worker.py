@@ -102,6 +102,63 @@ def refusals(plain: nn.Module, folder: Path, mesh: str) -> None:
     assert autoshard.load_weights(parallel, state, strict=False).missing_keys == [first]
 
 
+def heads(folder: Path, mesh: str) -> None:
+    """What the checkpoint of the bare model does not have is drawn as `from_pretrained` draws it."""
+    ids = torch.randint(0, 50, (8, 16), generator=torch.Generator().manual_seed(0))
+    kwargs = {"input_ids": ids, "labels": torch.arange(8) % 3}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for name in ("Llama", "Bert"):
+        config = getattr(transformers, f"{name}Config")(vocab_size=50, num_labels=3, pad_token_id=0, **sizes)
+        base, cls = (getattr(transformers, name + end) for end in ("Model", "ForSequenceClassification"))
+        if dist.get_rank() == 0:
+            base(config).save_pretrained(folder / f"base-{name}")
+        dist.barrier()
+        torch.manual_seed(5)
+        plain = cls.from_pretrained(folder / f"base-{name}", config=config).train(False)
+        after = torch.rand(())
+        for shared in (False, True):
+            with torch.device("meta"):
+                model = cls(config).train(False)
+            parallel = autoshard.parallelize(model, mesh, example_inputs=kwargs)
+            torch.manual_seed(5 if dist.get_rank() == 0 or not shared else 6)
+            found = autoshard.load_weights(parallel, folder / f"base-{name}", strict=False, broadcast=shared)
+            assert any("score" in n or "classifier" in n for n in found.missing_keys), found
+            if not shared:
+                assert torch.equal(torch.rand(()), after)  # random numbers go on where they would
+            theirs = dict(plain.named_parameters())
+            for key, x in parallel.named_parameters():
+                assert torch.equal(full(x.detach()), theirs[key].detach()), key
+            loss = parallel.eval_outputs(kwargs).loss
+            torch.testing.assert_close(loss, plain(**kwargs).loss.detach(), rtol=1e-5, atol=1e-6)
+
+
+def layers(folder: Path, mesh: str) -> None:
+    """Of plain modules ``reset_parameters`` draws; what nothing draws stays without values."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), _Scaled())
+    state = {"0.weight": torch.ones(8, 8), "1.bias": torch.ones(8)}
+    parallel = autoshard.parallelize(model.to("meta"), mesh, example_inputs=(torch.ones(8, 8),))
+    torch.manual_seed(dist.get_rank())
+    found = autoshard.load_weights(parallel, state, strict=False)
+    assert found.missing_keys == ["0.bias", "1.weight", "2.scale"], found
+    here = dict(parallel.named_parameters())
+    assert torch.equal(full(here["0.weight"].detach()), state["0.weight"])
+    assert torch.equal(full(here["1.weight"].detach()), torch.ones(8))
+    assert full(here["0.bias"].detach()).unique().numel() == 8
+    refused(lambda: parallel(torch.ones(8, 8)), "2.scale has no values")
+    autoshard.load_weights(parallel, {"2.scale": torch.ones(8)}, strict=False)
+    assert torch.equal(full(here["0.weight"].detach()), state["0.weight"])
+    assert parallel(torch.ones(8, 8)).shape == (8, 8)  # ranks have the same
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def little_memory(folder: Path) -> None:
     """A rank's peak is that of its shard and one tensor, not that of the model."""
     config = transformers.LlamaConfig(
@@ -154,6 +211,11 @@ def main() -> None:
                 case(build(name), folder / name, mesh)
                 if dist.get_rank() == 0:
                     print("ok", mesh, name, case.__name__, flush=True)
+        heads(folder, mesh)
+        if "pp" not in mesh:
+            layers(folder, mesh)
+        if dist.get_rank() == 0:
+            print("ok", mesh, "first values", flush=True)
     little_memory(folder / "large")
     if dist.get_rank() == 0:
         print("ok memory", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -36,11 +36,15 @@ _CONTEXTLIB = contextmanager.__code__.co_filename
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def user_line_of(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours, "" if there is none."""
+def user_line_of(frame: FrameType | None, outside: Collection[str] = ()) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours, "" if there is none.
+
+    outside: further packages whose frames are not the user's.
+    """
     while frame is not None:
         path = frame.f_code.co_filename
-        if not is_library(path) and not path.startswith(_PACKAGE):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if not is_library(path) and not path.startswith(_PACKAGE) and package not in outside:
             return f"{short_path(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

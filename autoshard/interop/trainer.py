@@ -7,25 +7,36 @@ transformers 5.24.
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from autoshard.errors import UsageError
 from autoshard.interop.accelerator import ReplicatedAccelerator
 from autoshard.runtime.module import ParallelModule
+from autoshard.runtime.optim.full_states import full_optimizer_state, load_full_optimizer_state
 from autoshard.runtime.saving import full_state
 
-_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+#: a file of a checkpoint: the random number generators of one process
+_NUMBERS = "rng_state.pth"
+
+
+class _Outputs:
+    """A call that gives what a step of a pipeline returns. left: names of outputs that it leaves out."""
+
+    def __init__(self, model: Any, left: Collection[str]) -> None:
+        self._model, self._left = model, left
+
+    def __call__(self, **batch: Any) -> Any:
+        return self._model.eval_outputs(batch, self._left)
 
 
 #: stands for the class that comes after it
@@ -50,12 +61,6 @@ class ParallelTrainer(_Trainer):
                 hint="model = autoshard.parallelize(model, mesh, example_inputs=batch) before the Trainer",
             )
         super().__init__(model=model, args=args, **kwargs)
-        if model.is_pipeline and self.args.save_strategy != "no" and not self.args.save_only_model:
-            raise UsageError(
-                "Trainer saves no optimizer states of a pipeline",
-                why="they lie on the ranks of their stages, and Trainer has one file for them",
-                hint="save_only_model=True, or torch.distributed.checkpoint in a callback",
-            )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -96,18 +101,15 @@ class ParallelTrainer(_Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        if not getattr(model, "is_pipeline", False):
-            found: tuple[Any, Any, Any] = super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys
-            )
-            return found
-        if not prediction_loss_only:
-            raise UsageError(
-                "a pipeline gives no predictions",
-                why="its last stage alone has the outputs",
-                hint="prediction_loss_only=True",
-            )
-        return model.eval_step(dict(self._prepare_inputs(inputs))).detach(), None, None  # type: ignore[operator]
+        call: Any = model
+        if getattr(model, "is_pipeline", False):
+            if prediction_loss_only:
+                return call.eval_step(dict(self._prepare_inputs(inputs))).detach(), None, None
+            config = getattr(model, "config", None)
+            left = ignore_keys or getattr(config, "keys_to_ignore_at_inference", ())
+            call = _Outputs(model, left)
+        found: tuple[Any, Any, Any] = super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
+        return found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the full weights, by the first rank. Collective."""
@@ -117,7 +119,7 @@ class ParallelTrainer(_Trainer):
         dist.barrier()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self.model, self._plain_optimizer, options=_FULL)
+        state = full_optimizer_state(self.model, self._plain_optimizer)
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -127,10 +129,27 @@ class ParallelTrainer(_Trainer):
         path = None if checkpoint is None else os.path.join(checkpoint, OPTIMIZER_NAME)
         if checkpoint is None or path is None or not os.path.isfile(path):
             return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        set_optimizer_state_dict(self.model, self._plain_optimizer, state, options=_FULL)
+        # optimizers that count their steps replace it by their count
+        self.model.dropout_step = self.state.global_step
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        load_full_optimizer_state(self.model, self._plain_optimizer, state)
         scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        first = Path(output_dir, "rng_state_0.pth")
+        if self.args.should_save and first.is_file():  # for one process
+            shutil.copyfile(first, Path(output_dir, _NUMBERS))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        own = f"rng_state_{self.args.process_index}.pth"
+        if checkpoint is None or Path(checkpoint, own).is_file() or not Path(checkpoint, _NUMBERS).is_file():
+            super()._load_rng_state(checkpoint)
+            return
+        with TemporaryDirectory() as folder:  # of one process, or of fewer ranks: all have the same numbers
+            Path(folder, own).symlink_to(Path(checkpoint, _NUMBERS).resolve())
+            super()._load_rng_state(folder)
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:

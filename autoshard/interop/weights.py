@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from autoshard.errors import UsageError
 from autoshard.interop.checkpoint_files import tensors_of
+from autoshard.interop.first_values import first_values
 from autoshard.interop.hf_weights import conversions
 from autoshard.runtime.checks.agreement import any_rank
 from autoshard.runtime.compile_once import CompilingRanks
@@ -49,7 +51,10 @@ def load_weights(
         source: a folder with ``model.safetensors`` or ``model.safetensors.index.json`` (or
             ``pytorch_model.bin``, with or without an index), one such file, or a state dict of full tensors.
         broadcast: the first rank alone reads, and sends each tensor to the others, whose source is ignored.
-        strict: whether a missing or an unexpected name is an error.
+        strict: whether a missing or an unexpected name is an error. If not, what is missing and has no values
+            gets those that `from_pretrained` draws for it (a new head), or ``reset_parameters``, from torch's
+            random numbers of the first rank; every rank needs memory for all of it. What no such code
+            initialises stays without values, and a call says so.
 
     Raises UsageError, on all ranks, where a file cannot be read, a shape differs, or names do (with strict),
     before any value changes.
@@ -71,13 +76,17 @@ def load_weights(
             problem = error
     if any_rank(runner, problem is not None):
         raise _refusal(problem, source) from problem
+    differ = None if checkpoint is None else checkpoint.differences
     if broadcast:
-        fill(model, _received(ranks, checkpoint))
-        names = json.dumps(None if checkpoint is None else checkpoint.differences)
-        return LoadedWeights(*json.loads(ranks.from_first(names.encode())))
-    assert checkpoint is not None
-    fill(model, checkpoint.values())
-    return checkpoint.differences
+        differ = LoadedWeights(*json.loads(ranks.from_first(json.dumps(differ).encode())))
+        values = _received(ranks, checkpoint)
+    else:
+        assert checkpoint is not None
+        values = checkpoint.values()
+    assert differ is not None
+    drawn = first_values(model, differ.missing_keys, ranks) if differ.missing_keys else {}
+    fill(model, chain(values, drawn.items()))
+    return differ
 
 
 def _refusal(problem: Exception | None, source: object) -> UsageError:

@@ -443,7 +443,7 @@ def _outputs(bound: BoundProgram, module: nn.Module, leaves: Sequence[Any], step
     """What a program gives, without a change of the module. step: of all microbatches, their loss."""
     buffers = {n: b.clone() for n, b in module.named_buffers(remove_duplicate=False)}
     if step:
-        loss = bound.stepper.evaluate(module, leaves)
+        loss, _ = bound.stepper.evaluate(module, leaves)
         for name, buffer in module.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
         return [loss]

@@ -6,7 +6,9 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -17,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture.origins import hook_line
+from autoshard.capture.origins import hook_line, user_line_of
 from autoshard.capture.python_state.captured_state import CapturedState, state_here
 from autoshard.errors import UsageError
 from autoshard.program.holders import holders_of
@@ -39,6 +41,7 @@ from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.saving import saves_full
 from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
+from autoshard.runtime.step_outputs import step_outputs
 from autoshard.runtime.stepper import Stepper
 from autoshard.runtime.weights import ports_of, to_empty
 from autoshard.torch_adapters.assigned_data import watch_data
@@ -165,11 +168,17 @@ class _NotForAccelerate:
     def __get__(self, module: nn.Module | None, owner: type) -> bool:
         if module is None:
             return False
+        path = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_stack(None)]
+        trainer = any(name.endswith("transformers/trainer.py") for name in path)
+        which = "the Trainer of transformers" if trainer else "the Accelerator of Accelerate"
         raise UsageError(
-            "Accelerate would wrap the model in DistributedDataParallel",
-            why="its parameters are sharded, and the model exchanges what ranks have to by itself",
-            hint="use autoshard.interop.trainer.Trainer or autoshard.interop.accelerator."
-            "ReplicatedAccelerator, or prepare only the optimizer and the data",
+            f"{which} is given a model that is parallel already",
+            where=user_line_of(sys._getframe(), ("accelerate", "transformers")),
+            why="it would wrap it in DistributedDataParallel, and give ranks other batches",
+            hint="from autoshard.interop.trainer import Trainer, in place of that of transformers; for a "
+            "subclass of it, class Yours(ParallelTrainer, TheSubclass)"
+            if trainer
+            else "from autoshard.interop.accelerator import ReplicatedAccelerator, in place of Accelerator",
         )
 
 
@@ -216,7 +225,8 @@ class ParallelModule(nn.Module):
             raise UsageError(
                 "the model is a pipeline and is called directly",
                 why="each rank has some of its stages, and a step is many microbatches through all of them",
-                hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step()",
+                hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step(); "
+                "model.eval_outputs(batch) returns what the model would",
             )
         given = args, kwargs
         args, kwargs = to_records(given)
@@ -252,7 +262,19 @@ class ParallelModule(nn.Module):
         """
         with self._autoshard.waiting():
             leaves = _leaves_of_step(self, batch, kwargs)
-            return self._autoshard_family.current.stepper.evaluate(self, leaves)
+            return self._autoshard_family.current.stepper.evaluate(self, leaves)[0]
+
+    @torch.compiler.disable
+    def eval_outputs(self, batch: Any = None, ignore: Collection[str] = (), /, **kwargs: Any) -> Any:
+        """What the model returns for the batch of a whole step, without gradients: of a pipeline, too.
+
+        Takes what `eval_step` does. ignore: names of outputs that are left empty, such as caches. Returns
+        plain tensors of the whole batch, on every rank. Raises UsageError for an output without the batch if
+        a step is several microbatches.
+        """
+        with self._autoshard.waiting():
+            leaves = _leaves_of_step(self, batch, kwargs)
+            return step_outputs(self._autoshard_family.current.stepper, self, leaves, ignore)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Of ``to``, ``float`` and their like. Parameters that it does not change stay as they are: torch

@@ -32,14 +32,20 @@ def full_state(module: Any, names: Collection[str] | None = None) -> dict[str, t
         if names is not None and name not in names:
             continue
         if id(x) not in known:
-            full = x.full_tensor() if isinstance(x, DTensor) else x
-            known[id(x)] = full.detach().cpu() if first_of_stage else torch.empty(0)
-            if known[id(x)].data_ptr() == full.data_ptr():  # it goes on being trained
-                known[id(x)] = known[id(x)].clone()
+            known[id(x)] = full_here(x, first_of_stage)
         state[name] = known[id(x)]
     if module.is_pipeline and first_of_stage:
-        state = _of_all_stages(state, module._autoshard_family.programs[0].stepper.pipe, runner.device)
+        state = of_all_stages(state, pipe_of(module), runner.device)
     return state if runner.is_first else {}
+
+
+def full_here(x: torch.Tensor, kept: bool) -> torch.Tensor:
+    """The full tensor in host memory, apart from ``x``; collective. kept: False for an empty one."""
+    full = x.full_tensor() if isinstance(x, DTensor) else x
+    if not kept:
+        return torch.empty(0)
+    here = full.detach().cpu()
+    return here.clone() if here.data_ptr() == full.data_ptr() else here  # it goes on being trained
 
 
 def _values(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,7 +56,13 @@ def _values(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameters.get(name, x)
 
 
-def _of_all_stages(
+def pipe_of(module: Any) -> dist.ProcessGroup:
+    """Of a pipeline, the ranks that differ from this one only along pp."""
+    pipe: dist.ProcessGroup = module._autoshard_family.programs[0].stepper.pipe
+    return pipe
+
+
+def of_all_stages(
     state: dict[str, torch.Tensor], pipe: dist.ProcessGroup, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """On the first rank along pp, the state of all; tensor by tensor."""

@@ -7,7 +7,7 @@ half precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ class Stepper:
     def step(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
         remember(self.members)
-        run = _StepRun(self, module, leaves, self._loss, self.moves)
+        run = _StepRun(self, module, leaves, self.loss_output, self.moves)
         if self.runner.guard is not None:
             self.runner.guard.step(module)
         with torch.no_grad():
@@ -104,23 +104,34 @@ class Stepper:
         return run.loss()
 
     @torch.no_grad()
-    def evaluate(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
-        """The loss of a batch, by the forward of all microbatches alone."""
-        run = _StepRun(self, module, leaves, self._loss, self._forward_moves)
+    def evaluate(
+        self, module: nn.Module, leaves: Sequence[Any], wanted: Collection[str] = ()
+    ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+        """The loss of a batch, by the forward of all microbatches alone, and outputs that this rank makes.
+
+        wanted: values of outputs; each is whole within its stage, one for each microbatch.
+        """
+        run = _StepRun(self, module, leaves, self.loss_output, self._forward_moves, wanted)
         run.moves()
-        return run.loss(trained=False)
+        return run.loss(trained=False), run.outputs
 
     @cached_property
     def _forward_moves(self) -> tuple[RankAction, ...]:
         return moves_of(self.program, forward_only=True)[self.runner.place.pipe_rank]
 
     @cached_property
-    def _loss(self) -> tuple[str, str]:
+    def loss_output(self) -> tuple[str, str]:
         """(value of the loss, position of that output); found at the first step, as a model may have none."""
         position = loss_position(self.program.signature, self.program.lowered.values)
         results = self.program.signature.results
         value = next(r.value for r in results if r.kind == "output" and r.target == str(position))
         return value, str(position)
+
+    def source_of(self, output: str) -> int:
+        """The rank along pp that makes an output."""
+        assert self.program.stages is not None
+        stage = self.made[output][0]
+        return self.runner.place.peers[self.program.stages.schedule.owner[stage]]
 
 
 class _StepRun:
@@ -133,6 +144,7 @@ class _StepRun:
         leaves: Sequence[Any],
         loss: tuple[str, str],
         order: tuple[RankAction, ...],
+        wanted: Collection[str] = (),
     ) -> None:
         self.stepper, self.runner, self.program = stepper, stepper.runner, stepper.program
         self.loss_value, self.loss_position = loss
@@ -153,6 +165,8 @@ class _StepRun:
         #: sums that nothing else refers to, which may be added to in place
         self.owned: set[tuple[int, str]] = set()
         self.losses: list[torch.Tensor] = []
+        self.wanted = wanted
+        self.outputs: dict[str, list[torch.Tensor]] = {}
 
     def _gather(self) -> None:
         """Make what lasts for the whole step, of the parameters as they are now."""
@@ -230,6 +244,10 @@ class _StepRun:
     def _after_forward(self, env: Values, action: Action) -> None:
         if action.stage in self.stepper.made.get(self.loss_value, (0,)):
             self.losses.append(env[self.loss_value].detach().float())
+        for value in self.wanted:
+            if action.stage == self.stepper.made.get(value, (0,))[0]:
+                whole = self.runner.placed(env[value], value).full_tensor()
+                self.outputs.setdefault(value, []).append(whole)
         self.runner.update_buffers(env, self.buffers)
 
     def _accumulate(self, env: Values, stage: int) -> None:
@@ -318,8 +336,7 @@ class _StepRun:
         if self.program.stages is None:
             return total
         assert stepper.pipe is not None
-        stage = stepper.made[self.loss_value][0]
-        source = place.peers[self.program.stages.schedule.owner[stage]]
+        source = stepper.source_of(self.loss_value)
         own = torch.cat([total.reshape(1), stepper.scales.row(total.device)])
         rows = [torch.empty_like(own) for _ in place.peers]
         with collective(f"the loss from rank {source}", stepper.watch):

@@ -1,8 +1,8 @@
 """``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``peers``,
 ``tools PATH``.
 
-Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings. Runs benchmarks and
-prints their tables; without a name, planning, steps and estimates.
+Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving. Runs
+benchmarks and prints their tables; without a name, planning, steps and estimates.
 """
 
 from __future__ import annotations
@@ -100,6 +100,13 @@ def rings() -> None:
     from benchmarks.rings_table import print_rings
 
     print_rings(CONSOLE, list(rows(lambda text: PROGRESS.print(text, highlight=False))))
+
+
+def saving() -> None:
+    """How long checkpoints keep training from going on: 4 gloo processes; minutes."""
+    from benchmarks.saving import measured, print_saving
+
+    print_saving(CONSOLE, measured())
 
 
 def published(args: Sequence[str]) -> None:
@@ -219,6 +226,7 @@ BENCHMARKS = {
     "cuts": cuts,
     "frontier": frontier,
     "rings": rings,
+    "saving": saving,
 }
 #: those that take arguments
 ASKED = {"published": published, "same": same, "sweep": sweep, "peers": peers, "tools": tools}

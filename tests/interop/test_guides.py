@@ -9,10 +9,11 @@ from calls_worker import build
 from ranks import HERE, run_ranks
 
 pytest.importorskip("peft", reason="a guide needs peft")
+pytest.importorskip("accelerate", reason="a guide needs accelerate")
 
 
 def test_guides_run_as_they_stand(tmp_path: Path) -> None:
     build("Llama").save_pretrained(tmp_path / "path" / "to" / "model")
-    guides = ["weights", "peft", "checkpoints", "precision", "training_features"]
+    guides = ["weights", "peft", "checkpoints", "precision", "training_features", "trainer"]
     said = run_ranks([str(HERE / "guide_worker.py"), str(tmp_path), *guides])
     assert said.count("ok ") == len(guides), said

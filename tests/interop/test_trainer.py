@@ -17,11 +17,19 @@ import autoshard
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 
+PIPELINE = "pp=2,dp=2"
+
+
 @cache
-def results_of(mesh: str, script: str = "trainer_worker.py") -> Any:
+def folder_of(mesh: str, script: str, *others: str) -> Path:
+    """Where a script wrote what it found. others: folders that it resumes, too."""
     folder = Path(mkdtemp())
-    run_ranks([str(HERE / script), mesh, str(folder)], ranks=4 if mesh else 1)
-    return json.loads((folder / "found.json").read_text())
+    run_ranks([str(HERE / script), mesh, str(folder), *others], ranks=4 if mesh else 1)
+    return folder
+
+
+def results_of(mesh: str, script: str = "trainer_worker.py", *others: str) -> Any:
+    return json.loads((folder_of(mesh, script, *others) / "found.json").read_text())
 
 
 def close(one: Any, other: Any, where: str = "") -> None:
@@ -39,16 +47,29 @@ def close(one: Any, other: Any, where: str = "") -> None:
         assert one == pytest.approx(other, rel=2e-4, abs=1e-5), where
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2", PIPELINE])
 def test_training_logs_evaluates_saves_and_resumes_as_on_one_process(mesh: str) -> None:
-    wanted, here = results_of(""), results_of(mesh)
-    if "pp" in mesh:
-        wanted = json.loads(json.dumps(wanted))
-        del wanted["resumed"]
-        for row in wanted["log"]:
-            row.pop("eval_accuracy", None)  # a pipeline has no outputs
-    assert len(wanted["log"]) == 6 and len(wanted.get("resumed", range(9))) == 9
-    close(here, wanted)
+    wanted, here = results_of(""), results_of(mesh, *_others(mesh))
+    assert len(wanted["log"]) == 6 and len(wanted["resumed"]) == 10
+    others = here.pop("others")
+    close(here | {"others": []}, wanted)
+    # a pipeline resumes what one process wrote
+    assert len(others) == (mesh == PIPELINE)
+    for resumed in others:
+        close(resumed, wanted["resumed"])
+
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=4"])
+def test_checkpoints_of_a_pipeline_resume_elsewhere(mesh: str) -> None:
+    written = folder_of(PIPELINE, *_others(PIPELINE))
+    (found,) = results_of(mesh, "trainer_worker.py", str(written))["others"]
+    close(found, results_of("")["resumed"])
+
+
+def _others(mesh: str) -> tuple[str, ...]:
+    """The script, and what it resumes."""
+    script = "trainer_worker.py"
+    return (script, str(folder_of("", script))) if mesh == PIPELINE else (script,)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2"])

@@ -46,6 +46,7 @@ from benchmarks.quality_table import print_quality
 from benchmarks.rings import Stack, row_of
 from benchmarks.rings_table import print_rings
 from benchmarks.same_plans import PlanFigures, PlanPair
+from benchmarks.saving import print_saving
 from benchmarks.sweep import SweepRow, case_of, closing_line, sweep
 
 TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)
@@ -366,6 +367,19 @@ def test_rings_of_tiny_layers() -> None:
     assert alone.ringed == alone.apart and not alone.ringed.rings
     text = shown(lambda console: print_rings(console, [found, alone]))
     assert "tiny" in text and f"{found.apart.messages}, {found.ringed.messages}" in text and "0.0%" in text
+
+
+def test_seconds_of_saving_are_those_of_a_large_model() -> None:
+    seconds = {
+        "save": 4.0,
+        "dcp.async_save": 1.0,
+        "async_save": 0.5,
+        "step": 1.0,
+        "step while writing": 2.0,
+    }
+    text = shown(lambda console: print_saving(console, {"bytes": 5e8, "device": "cpu", "seconds": seconds}))
+    # 10.5 GB on each rank
+    assert "84.0" in text and "21.0" in text and "10.5" in text
 
 
 def test_unknown_benchmarks_are_refused(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ def _kind(optimizer: Optimizer) -> Literal["", "parts", "full"]:
     return "parts" if cls in _BY_ELEMENT else ""
 
 
+def has_full_states(optimizer: Optimizer) -> bool:
+    """Whether its states are those of full parameters, alike on all ranks."""
+    return _kind(optimizer) == "full"
+
+
 def _has_no_other_way(optimizer: Optimizer) -> bool:
     """Whether DTensor stops it."""
     cls = type(optimizer)
