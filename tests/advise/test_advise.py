@@ -177,13 +177,13 @@ def test_nothing_in_the_space_is_faster(name: str, work: Work) -> None:
 
 
 def test_little_memory_is_respected(work: Work) -> None:
-    tool = tool_named("torchtitan")
+    tool = tool_named("deepspeed")
     roomy = advise(tool, work)
     # the context of CUDA and the buffers of a communicator are beside the tensors
     tight = advise(tool, replace(work, memory=int(roomy.best.peak * 0.7 + 2.5 * 2**30)))
     assert tight.best.peak < 0.7 * roomy.best.peak
     assert tight.best.seconds > roomy.best.seconds
-    with pytest.raises(InfeasibleError, match="no configuration of torchtitan fits"):
+    with pytest.raises(InfeasibleError, match="no configuration of DeepSpeed ZeRO fits"):
         advise(tool, replace(work, memory=2**28))
 
 
