@@ -39,7 +39,7 @@ def print_lengths(console: Console, rows: Sequence[LongestLength]) -> None:
     order = spearmanr([r.predicted for r in rows], [r.recipe.published for r in rows]).statistic
     near = sum(x <= 0.1 for x in off)
     console.print(
-        f"\n{near} of {len(rows)} within 10 %, mean error {mean(off):.1%}, rank correlation {order:.3f}; memory "
-        f"at the published length: mean error {mean(errors):.1%} of {len(errors)}",
+        f"\n{near} of {len(rows)} within 10 %, mean error {mean(off):.1%}, rank correlation {order:.3f}; "
+        f"memory at the published length: mean error {mean(errors):.1%} of {len(errors)}",
         highlight=False,
     )
