@@ -110,40 +110,53 @@ class _Step:
     def __init__(self, recipe: LengthRecipe, length: int) -> None:
         self.recipe, self.tokens = recipe, length / recipe.sequence
         self.out: list[Event] = []
-        self.live: set[str] = set()
 
     def make(self, **sizes: float) -> None:
         self.fixed(**{name: size * self.tokens * _HALF for name, size in sizes.items()})
 
     def fixed(self, **bytes_: float) -> None:
-        for name, size in bytes_.items():
-            self.live.add(name)
-            self.out.append((name, size))
+        self.out += bytes_.items()
 
     def free(self, *names: str) -> None:
-        for name in names:
-            self.live.discard(name)
-            self.out.append((name, None))
+        self.out += ((name, None) for name in names)
 
 
 def _events(recipe: LengthRecipe, length: int) -> list[Event]:
-    """Two layers stand for all, as all free what they make but their checkpoints."""
+    """Two layers going back stand for all, as all free what they make but their checkpoints."""
     step, model = _Step(recipe, length), recipe.model
-    away = recipe.parameters_away
-    step.fixed(parameters=0.0 if away else _HALF * model.parameters / recipe.gpus)
+    step.fixed(parameters=0.0 if recipe.parameters_away else _HALF * model.parameters / recipe.gpus)
     table = _HALF * float(model.vocab * model.hidden)
     step.fixed(embedding=table)
-    step.make(hidden=model.hidden)
+    step.make(output0=model.hidden)
     step.free("embedding")
-    if not recipe.offload:
-        for layer in range(model.layers):
-            step.make(**{f"checkpoint{layer}": float(model.hidden)})
+    for layer in range(model.layers):
+        _forward(step, model, layer)
+        if recipe.offload:
+            step.free(f"output{layer}")
     _loss(step, model, table)
     for number in range(2):
         _backward(step, model)
-        if not recipe.offload:
-            step.free(f"checkpoint{model.layers - 1 - number}")
+        step.free(f"output{model.layers - 1 - number}")
     return step.out
+
+
+def _forward(step: _Step, model: Decoder, layer: int) -> None:
+    """A layer going forward, which keeps its input alone."""
+    recipe, hidden, queries = step.recipe, float(model.hidden), float(model.queries)
+    keys = float(model.keys * max(1, recipe.sequence // model.kv_heads))
+    held = ("sent_q", "sent_k", "sent_v", "context_back") if recipe.sequence > 1 else ()
+    step.fixed(layer=(2 * hidden * (queries + model.keys) + 3 * hidden * model.ffn) * _HALF)
+    step.make(y=hidden, q=queries, k=keys, v=keys)
+    step.make(**{name: keys if name in ("sent_k", "sent_v") else queries for name in held})
+    step.make(context=queries, projected=queries, after=hidden)
+    step.free("y", "q", "k", "v", "context", "projected")
+    step.make(normed=hidden)
+    if not recipe.tiled:
+        step.make(gate=model.ffn, up=model.ffn, product=model.ffn)
+    step.make(mlp=hidden, **({"shards": hidden} if recipe.tiled else {}))
+    step.free("gate", "up", "product", "shards", "normed")
+    step.make(**{f"output{layer + 1}": hidden})
+    step.free("mlp", "after", "layer", *held)
 
 
 def _loss(step: _Step, model: Decoder, table: float) -> None:
@@ -161,7 +174,7 @@ def _loss(step: _Step, model: Decoder, table: float) -> None:
         )
         step.free("log", "wide", "wide_gradient", "logits")
         step.make(gradient=model.hidden)
-    step.free("normed", "head", "hidden")
+    step.free("normed", "head", f"output{model.layers}")
 
 
 def _backward(step: _Step, model: Decoder) -> None:
