@@ -138,9 +138,9 @@ def print_range(found: RangePlan, *, json: bool) -> None:
         lines.add_row(str(each.length), bytes_text(each.bytes), own)
     stdout().print()
     print_table(lines)
-    ends = f"{found.range.shortest} to {found.range.longest} tokens"
+    tokens = f"{found.range.shortest} to {found.range.longest} tokens"
     most = f"{bytes_text(found.fullest.bytes)} at {found.fullest.length} tokens"
-    stdout().print(f"\nany length of {ends}: peak {most}; the step is that of the longest", markup=False)
+    stdout().print(f"\nany length of {tokens}: peak {most}; the step is that of the longest", markup=False)
 
 
 def batch_options(

@@ -7,7 +7,7 @@ between which others (`caching_allocator`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -33,33 +33,34 @@ def allocations(peaks: Peaks, rank: int, steps: int = 2) -> Iterator[Event]:
     return _Rank(peaks, rank).events(steps)
 
 
-def reserved(peaks: Peaks, rank: int, *, expandable: bool = False, limit: float = inf) -> Reserved:
-    """What the allocator of CUDA takes for two steps of a pipeline rank, so that the second finds what the
-    first has left. limit: bytes that there are."""
-    return CachingAllocator(expandable=expandable, limit=limit).run(allocations(peaks, rank))
+def reserved(events: Iterable[Event], *, expandable: bool = False, limit: float = inf) -> Reserved:
+    """What the allocator of CUDA takes for them. Of two steps, the second finds what the first has left.
+    limit: bytes that there are."""
+    return CachingAllocator(expandable=expandable, limit=limit).run(events)
 
 
 def shortened(row: Sequence[Action]) -> list[Action]:
     """The actions of a rank without most of the cycles in which it does the same; microbatches renumbered."""
+    kinds = [(a.kind, a.stage, a.slice) for a in row]
+    batches = [a.microbatch for a in row]
     best, cut = 0, list(row)
     for length in range(2, min(_LONGEST, len(row) // (_CYCLES + 1)) + 1):
         start = 0
         while start + length < len(row):
-            step = row[start + length].microbatch - row[start].microbatch
-            end = start
-            while end + length < len(row) and _shifted(row[end], step) == row[end + length]:
+            step, end = batches[start + length] - batches[start], start
+            while (
+                end + length < len(row)
+                and batches[end + length] - batches[end] == step
+                and kinds[end] == kinds[end + length]
+            ):
                 end += 1
             cycles = (end - start) // length + 1 - _CYCLES
             if cycles * length > best and step > 0 and _is_balanced(row[start : start + length]):
-                best = cycles * length
-                at = start + _CYCLES * length
-                cut = [*row[:at], *(_shifted(action, -step * cycles) for action in row[at + best :])]
+                best, at = cycles * length, start + _CYCLES * length
+                rest = (replace(a, microbatch=a.microbatch - step * cycles) for a in row[at + best :])
+                cut = [*row[:at], *rest]
             start = max(end, start + 1)
     return cut
-
-
-def _shifted(action: Action, step: int) -> Action:
-    return replace(action, microbatch=action.microbatch + step)
 
 
 def _is_balanced(cycle: Sequence[Action]) -> bool:
@@ -164,8 +165,8 @@ class _Rank:
         if kind in "BW" and stage in missing:
             missing.discard(stage)
             for value in self.totals[stage]:
-                name = (batch, self.storage[value][0])
-                log.rename(name, ("gradient", value), self.prices.sum_bytes(value))
+                made_as = (batch, self.storage[value][0])
+                log.rename(made_as, ("gradient", value), self.prices.sum_bytes(value))
         sliced = self.prices.schedule.slices > 1
         stays: dict[Hashable, float] = {}
         if not sliced and kind in "FI":

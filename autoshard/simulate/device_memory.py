@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node
 from autoshard.ir.collectives import axes_of, is_message, kind_of
-from autoshard.simulate.allocations import reserved
+from autoshard.simulate.allocations import allocations, reserved
 from autoshard.simulate.peaks import Peaks
 
 _MIB = 2**20
@@ -75,10 +75,11 @@ def device_memory(peaks: Peaks) -> DeviceMemory | None:
     buffers = communicator_bytes(peaks)
     capacity = prices.device(rank).memory_bytes
     room = capacity - CONTEXT_BYTES - buffers
-    native, growing = reserved(peaks, rank), reserved(peaks, rank, expandable=True)
+    events = tuple(allocations(peaks, rank))
+    native, growing = reserved(events), reserved(events, expandable=True)
     verdict: Verdict = "fits"
     if native.reserved > room:
-        if reserved(peaks, rank, limit=room).fits:
+        if reserved(events, limit=room).fits:
             verdict = "flushes"
         else:
             verdict = "expandable" if growing.reserved <= room else "over"

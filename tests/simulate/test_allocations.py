@@ -132,7 +132,7 @@ def test_equal_cycles_are_run_a_few_times() -> None:
             assert [m for k, m in done if k == kind] == list(range(len([k for k, _ in done if k == kind])))
     assert shortened(make("gpipe", 2, 16).actions[0]) == list(make("gpipe", 2, 16).actions[0])
     program = [pipeline("llama-deep", 2, "dp=2", "1f1b", m) for m in (8, 16)]
-    eight, sixteen = (reserved(peaks_of(p), 0) for p in program)
+    eight, sixteen = (reserved(allocations(peaks_of(p), 0)) for p in program)
     assert eight == sixteen
 
 
