@@ -14,6 +14,7 @@ import autoshard
 from autoshard import api
 from autoshard.cli.main import app
 from autoshard.planner.compiling import compile_analysed
+from autoshard.planner.length_plans import parse_lengths
 from autoshard.planner.length_range import LengthRange, parse_range
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
@@ -28,6 +29,10 @@ def test_a_range_is_told_from_a_distribution() -> None:
         assert parse_range(text) is None
     with pytest.raises(autoshard.UsageError, match="lengths"):
         parse_range("0:8")
+    # where programs are made for each length, a range is no length with a large share
+    with pytest.raises(autoshard.UsageError, match="range"):
+        parse_lengths("1:8192")
+    assert [s.length for s in parse_lengths("512:1")] == [512]
 
 
 def test_the_peak_is_the_largest_of_all_lengths() -> None:
