@@ -111,7 +111,7 @@ def device_text(memory: DeviceMemory) -> str:
 
 _VERDICTS = {
     "fits": "fits",
-    "flushes": "fits, but only by giving cached segments back in every step; set expandable_segments:True",
+    "flushes": "fits, but only by giving cached segments back, which is slow; set expandable_segments:True",
     "expandable": "does not fit unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set",
     "over": "does not fit, though the tensors do: plan with less --memory",
 }

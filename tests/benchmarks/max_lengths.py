@@ -75,8 +75,8 @@ def _beside(recipe: LengthRecipe) -> float:
 
 def _gpu(recipe: LengthRecipe) -> float:
     room = (_H200 if recipe.h200 else _H100) - _beside(recipe)
-    low, high = 1_000, 100_000_000
-    while high - low > 500:
+    low, high = 1_000, 8 * recipe.published
+    while high > 1.002 * low:
         middle = (low + high) // 2
         low, high = (middle, high) if _reserved(recipe, middle).reserved <= room else (low, middle)
     return float(low)
