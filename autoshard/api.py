@@ -17,8 +17,10 @@ from autoshard.errors import UsageError
 from autoshard.interop.hf_weights import fill_buffers
 from autoshard.options import PassOptions, PlanOptions, options_from, split_options
 from autoshard.planner import length_plans as planner_lengths
+from autoshard.planner import length_range as planner_range
 from autoshard.planner.compiling import compile_analysed, ranks_of, request_of
 from autoshard.planner.length_plans import LengthPlans, LengthShare, most_frequent, resized_inputs
+from autoshard.planner.length_range import LengthRange, RangePlan
 from autoshard.planner.lowering import whole_mesh
 from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.program.program import Program
@@ -69,6 +71,7 @@ def plan(
     options: PlanOptions | None = None,
     rules: Rules = None,
     target: str = "",
+    device: bool = False,
     progress: Progress | None = None,
     **overrides: Any,
 ) -> Planned:
@@ -87,6 +90,8 @@ def plan(
         options: how the plan is searched; overrides: fields of it by name, `autoshard.PlanOptions`.
         rules: the user's own sharding rules, see `autoshard.rule`.
         target: what the plan is called.
+        device: whether the caching allocator is simulated, and the plan made again with less memory if its
+            segments would not fit the device.
         progress: is told every stage (default: lines on stderr once planning takes more than two seconds).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
@@ -94,7 +99,32 @@ def plan(
     chosen = options_from(PlanOptions, overrides, options)
     with stages_said(progress) as say:
         request = request_of(model, mesh, cluster, chosen, target, say)
-        return request.planned(_source(model, example_inputs, chosen, rules))
+        source = _source(model, example_inputs, chosen, rules)
+        return request.planned_for_device(source) if device else request.planned(source)
+
+
+def plan_length_range(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    example_inputs: Any,
+    lengths: LengthRange,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    options: PlanOptions | None = None,
+    rules: Rules = None,
+    target: str = "",
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> RangePlan:
+    """One plan for batches of any length in a range, priced at the longest; arguments as for `plan`.
+
+    Raises what `plan` raises, InfeasibleError also where a length that the mesh does not divide does not fit.
+    """
+    chosen = options_from(PlanOptions, overrides, options)
+    source = _source(model, example_inputs, chosen, rules)
+    with stages_said(progress) as say:
+        request = request_of(model, mesh, cluster, chosen, target, say)
+        return planner_range.plan_range(request, source, lengths)
 
 
 def plan_lengths(

@@ -55,7 +55,8 @@ LengthsOption = Annotated[
     typer.Option(
         "--lengths",
         metavar="512:0.7,4096:0.3",
-        help="lengths of sequences, with the shares of steps that have them: one plan each, chosen together",
+        help="lengths of sequences, with the shares of steps that have them: one plan each, chosen together; "
+        "or 1:8192, from the shortest to the longest: one plan that fits at any of them",
     ),
 ]
 WithoutOption = Annotated[

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from autoshard.cluster import Cluster, Mesh
     from autoshard.planner.length_plans import LengthPlans
+    from autoshard.planner.length_range import LengthRange, RangePlan
     from autoshard.planner.planning import Planned
     from autoshard.report.summary import Decision, PlanSummary
 
@@ -65,6 +66,17 @@ def plan_command(
         if out is not None:
             check_plan_folder(out, overwrite=overwrite)
         inputs = batch_options(target, batch, options.global_batch, seq)
+        whole_range = None if lengths is None else _range_of(lengths, also)
+        if whole_range is not None:
+            from autoshard import api
+
+            model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, Progress())
+            found = api.plan_length_range(model, where, lengths=whole_range, target=target, **more)
+            if out is not None:
+                request = Request(target, inputs, options, "" if rules is None else str(rules))
+                write_plan(out, found.planned.plan, request, overwrite=overwrite)
+            print_range(found, json=json)
+            return
         if lengths is not None:
             if out is not None:
                 raise UsageError(
@@ -86,7 +98,7 @@ def plan_command(
             request = Request(target, inputs, options, "" if rules is None else str(rules))
             write_plan(out, planned.plan, request, overwrite=overwrite)
         summary, *also_summaries = (
-            summarise(p.plan, p.analysis, p.solution, p.staging, p.peak) for p in (planned, *plans)
+            summarise(p.plan, p.analysis, p.solution, p.staging, p.peak, p.device) for p in (planned, *plans)
         )
         if json:
             document = {"command": "plan", "folder": str(out) if out else None, **summary.as_json()}
@@ -100,6 +112,43 @@ def plan_command(
                 stdout().print(f"\nplan written to {out}", markup=False)
         if planned.solution is not None and planned.solution.interrupted:
             raise typer.Exit(INTERRUPTED)
+
+
+def _range_of(lengths: str, also: str) -> LengthRange | None:
+    """None if they are a distribution."""
+    from autoshard.planner.length_range import parse_range
+
+    found = parse_range(lengths)
+    if found is not None and also:
+        raise UsageError(
+            "--also goes without a range of --lengths", hint="plan each number of ranks by itself"
+        )
+    return found
+
+
+def print_range(found: RangePlan, *, json: bool) -> None:
+    """The plan of a range of lengths, and where its peak is."""
+    from autoshard.ir.units import bytes_text
+    from autoshard.report.summary import summarise
+
+    one = found.planned
+    summary = summarise(one.plan, one.analysis, one.solution, one.staging, one.peak, one.device)
+    if json:
+        peaks = [{"length": p.length, "peak_bytes": p.bytes, "own_plan": p.own} for p in found.peaks]
+        ends = {"shortest": found.range.shortest, "longest": found.range.longest}
+        document = {"lengths": {**ends, "looked_at": peaks, "fullest": found.fullest.length}}
+        print_json({"command": "plan", **summary.as_json(), **document})
+        return
+    print_summary(summary)
+    lines = table("length", "memory", "plan", right=(0, 1))
+    for each in found.peaks:
+        own = "its own, on the same parameters" if each.own else "that of the longest"
+        lines.add_row(str(each.length), bytes_text(each.bytes), own)
+    stdout().print()
+    print_table(lines)
+    tokens = f"{found.range.shortest} to {found.range.longest} tokens"
+    most = f"{bytes_text(found.fullest.bytes)} at {found.fullest.length} tokens"
+    stdout().print(f"\nany length of {tokens}: peak {most}; the step is that of the longest", markup=False)
 
 
 def batch_options(
@@ -134,10 +183,10 @@ def make_plans(
 
     others = _other_ranks(also, cluster, inputs, options)
     model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, say)
-    yield api.plan(model, where, target=target, **more)
+    yield api.plan(model, where, target=target, device=True, **more)
     for other in others:
         more |= {"options": other, "cluster": None}
-        yield api.plan(model, destination(None, cluster, other.devices), target=target, **more)
+        yield api.plan(model, destination(None, cluster, other.devices), target=target, device=True, **more)
 
 
 def _other_ranks(
@@ -337,6 +386,10 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
             f"optimizer {bytes_text(summary.memory.state)} + saved for backward "
             f"{bytes_text(summary.memory.activations)}",
         )
+    if summary.device is not None:
+        from autoshard.report.simulation import device_text
+
+        yield "device", device_text(summary.device)
     if summary.offload:
         yield "host", _host_text(summary)
 

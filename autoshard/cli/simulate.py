@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
     from autoshard.program.program import Program
     from autoshard.report.simulation import Bill, Rates
+    from autoshard.simulate.device_memory import DeviceMemory
     from autoshard.simulate.step import StepEstimate
 
 TokensOption = Annotated[
@@ -41,11 +42,13 @@ def simulate_command(
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Predict the step time of a program and its breakdown, MFU, tokens/s, cost and peak memory."""
+    """Predict the step time of a program and its breakdown, MFU, tokens/s, cost, and memory."""
     with reporting(debug):
         from autoshard.cli.inspect import prices_of
         from autoshard.program.store import load_program
         from autoshard.report import simulation
+        from autoshard.simulate.device_memory import device_memory
+        from autoshard.simulate.peaks import Peaks
         from autoshard.simulate.step import simulated
 
         say = Progress(quiet=json)
@@ -57,16 +60,17 @@ def simulate_command(
         machine = prices_of(program.plan, cluster)
         say(f"simulating {program.whole_mesh} on {machine.name}")
         estimate, prices = simulated(program, machine)
+        device = device_memory(Peaks(prices))
         rate = simulation.rates(program, estimate)
         cost = None if budget is None else simulation.bill(rate, estimate, budget, price)
         if perfetto is not None:
             _write_trace(perfetto, estimate, prices)
         if json:
-            document = simulation.as_json(program, machine, estimate, rate, cost)
+            document = simulation.as_json(program, machine, estimate, rate, cost, device)
             written = {} if perfetto is None else {"perfetto": str(perfetto)}
             print_json({"command": "simulate", "folder": str(folder), **document, "written": written})
         else:
-            _print(program, machine, estimate, rate, cost)
+            _print(program, machine, estimate, rate, cost, device)
 
 
 def tokens_of(text: str) -> float:
@@ -95,7 +99,12 @@ def _write_trace(path: Path, estimate: StepEstimate, prices: object) -> None:
 
 
 def _print(
-    program: Program, cluster: Cluster, estimate: StepEstimate, rate: Rates, cost: Bill | None
+    program: Program,
+    cluster: Cluster,
+    estimate: StepEstimate,
+    rate: Rates,
+    cost: Bill | None,
+    device: DeviceMemory | None,
 ) -> None:
     from autoshard.cluster import usable_memory
     from autoshard.ir.units import bytes_text, seconds_text
@@ -125,8 +134,11 @@ def _print(
     usable = usable_memory(cluster.device)
     word = "fits" if row.peak <= usable else "[bold red]does not fit[/]"
     console.print(
-        f"peak memory  {bytes_text(row.peak)} of {bytes_text(usable)} on pipeline rank {row.rank}: {word}\n"
+        f"peak memory  {bytes_text(row.peak)} of {bytes_text(usable)} on pipeline rank {row.rank}: {word}"
     )
+    if device is not None:
+        console.print(f"on device    {simulation.device_text(device)}", markup=False)
+    console.print()
     resident = table("at the peak", "size", right=(1,))
     for name, nbytes in simulation.memory_of(estimate):
         resident.add_row(name, bytes_text(nbytes))

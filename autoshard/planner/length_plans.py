@@ -82,6 +82,12 @@ def parse_lengths(text: str) -> tuple[LengthShare, ...]:
     total = sum(shares.values())
     if not shares:
         raise UsageError("there are no lengths", hint="write LENGTH:SHARE, as in 512:0.7,4096:0.3")
+    if len(shares) == 1 and total > max(shares):
+        raise UsageError(
+            f"lengths {text.strip()!r} are a range, not a distribution",
+            why="programs are made for lengths with the shares of steps that have them",
+            hint="`autoshard plan --lengths` takes a range; write LENGTH:SHARE, as in 512:0.7,4096:0.3, here",
+        )
     return tuple(LengthShare(n, shares[n] / total) for n in sorted(shares))
 
 

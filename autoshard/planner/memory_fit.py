@@ -315,13 +315,32 @@ class MemoryFitter:
     def peak(self, solution: CandidateSolution, staging: Staging | None) -> Peak:
         """The simulated peak of the program that a solution becomes."""
         self.progress("simulating its memory")
-        plan, options = self.lowering(solution)
+        options = self.lowering(solution)[1]
         if staging is None and not self.offload and self.request.budget is not None:
             deep = extrapolate_depth(
                 solution.formulated.model.folded, options, self._look(solution), self.request.budget
             )
             if deep is not None:
                 return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.request.budget)
+        peaks = self.program_peaks(solution, staging)
+        prices, budget = peaks.prices, self.request.budget
+        rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
+        over = -inf
+        if budget is not None:
+            limits = rooms(prices.cluster, prices.machines, budget) or (budget,) * len(peaks.all)
+            over = max(bytes_ - own for (_, bytes_), own in zip(peaks.all, limits, strict=True))
+        fits = over <= 0
+        if not self.offload:
+            behaviour = prices.behaviour
+            seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap) if fits else None
+            return Peak(rank, held, most, step=seconds, over=over)
+        step = estimate_step(prices.program, prices.cluster, behaviour=prices.behaviour)
+        waits = step.spent.axes.get("host", 0.0)
+        return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
+
+    def program_peaks(self, solution: CandidateSolution, staging: Staging | None) -> Peaks:
+        """Of the whole program that a solution becomes."""
+        plan, options = self.lowering(solution)
         schedule = uncut = None
         if staging is not None:
             # slices are cut out of what is not localised yet, which a cutting does not keep
@@ -345,22 +364,8 @@ class MemoryFitter:
                 offload=self.offload,
             )
 
-        budget, prices_of = self.request.budget, self._pricing(solution)
-        prices = prices_of(least_offload(build, prices_of, budget))
-        peaks = Peaks(prices)
-        rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
-        over = -inf
-        if budget is not None:
-            limits = rooms(prices.cluster, prices.machines, budget) or (budget,) * len(peaks.all)
-            over = max(bytes_ - own for (_, bytes_), own in zip(peaks.all, limits, strict=True))
-        fits = over <= 0
-        if not self.offload:
-            behaviour = prices.behaviour
-            seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap) if fits else None
-            return Peak(rank, held, most, step=seconds, over=over)
-        step = estimate_step(prices.program, prices.cluster, behaviour=prices.behaviour)
-        waits = step.spent.axes.get("host", 0.0)
-        return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
+        prices_of = self._pricing(solution)
+        return Peaks(prices_of(least_offload(build, prices_of, self.request.budget)))
 
     def _pricing(self, solution: CandidateSolution) -> Callable[[Program], StagePrices]:
         """Prices programs of a solution."""

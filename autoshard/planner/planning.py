@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autoshard.cost.recipe import hosted, recipe_named
 from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.placement import Layout, parse_placement
+from autoshard.ir.units import bytes_text
 from autoshard.options import Differentiate, PlanOptions
 from autoshard.passes.pipeline import check_slices
 from autoshard.planner.analysis import Analysis, analyse
@@ -34,8 +35,12 @@ from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.search.solve.configuration import Staged, microbatch_sizes
 from autoshard.search.solve.formulate import layer_calls
+from autoshard.simulate.device_memory import DeviceMemory, device_memory
+from autoshard.simulate.peaks import Peaks
 
 Progress = Callable[[str], None]
+#: how often a plan is made again with less memory
+_LESS_OFTEN = 2
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ class Planned:
     saves `compile` from capturing it again if that is the plan's microbatch. solution: what the plan is
     thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
     staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
-    where no limit was set.
+    where no limit was set. peaks: makes its program anew and looks at all ranks. device: what a process takes
+    of its device, see `planned_for_device`.
     """
 
     plan: Plan
@@ -101,6 +107,8 @@ class Planned:
     source: Source | None = field(default=None, repr=False)
     staging: Staging | None = field(default=None, repr=False)
     peak: Peak | None = field(default=None, repr=False)
+    peaks: Callable[[], Peaks] | None = field(default=None, repr=False)
+    device: DeviceMemory | None = None
 
     def of_microbatch(self, say: Progress) -> Planned:
         """The same, with the analysis of one microbatch of the plan: captured again if need be.
@@ -170,6 +178,35 @@ class PlanningRequest:
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
         return self.planned_from(source, source.analysed(self.progress))
+
+    def planned_for_device(self, source: Source) -> Planned:
+        """The same with what a process takes of its device. Where that is too much even with segments that
+        grow, it is planned again with less memory, which a warning says, unless ``memory`` was given."""
+        analysis, request = source.analysed(self.progress), self
+        found = self._on_device(request.planned_from(source, analysis))
+        for _ in range(_LESS_OFTEN):
+            if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
+                break  # as asked for, or it fits
+            request = replace(request, memory=(request.memory or self.memory) - found.device.missing)
+            self.progress("planning with less memory")
+            try:
+                found = self._on_device(request.planned_from(source, analysis))
+            except InfeasibleError:
+                break
+        if request.memory == self.memory:
+            return found
+        asked, given = bytes_text(self.memory or 0), bytes_text(request.memory or 0)
+        text = (
+            f"planned for {given}: {asked} of tensors do not fit beside what the allocator cannot use, "
+            "the CUDA context and NCCL"
+        )
+        return replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, text)))
+
+    def _on_device(self, planned: Planned) -> Planned:
+        if planned.peaks is None:
+            return planned
+        self.progress("simulating the allocator")
+        return replace(planned, device=device_memory(planned.peaks()))
 
     def planned_from(self, source: Source, analysis: Analysis) -> Planned:
         """The same, of a source that was captured and analysed already."""
@@ -318,7 +355,8 @@ def plan_analysed(
     best = replace(best, offload=str(offload))
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
-    return Planned(best, analysis, cluster, solution, staging=staging, peak=fitted.peak)
+    again = partial(fitter.program_peaks, solution, staging)
+    return Planned(best, analysis, cluster, solution, staging=staging, peak=fitted.peak, peaks=again)
 
 
 #: times the memory of a device that the search may fill, one after the other, with activations that then go

@@ -9,7 +9,9 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster, usable_memory
 from autoshard.cluster.mesh import Mesh
+from autoshard.ir.units import bytes_text
 from autoshard.program.program import Program
+from autoshard.simulate.device_memory import DeviceMemory
 from autoshard.simulate.step import StepEstimate
 
 
@@ -96,8 +98,32 @@ def _keyed(rows: list[tuple[str, float]]) -> dict[str, float]:
     return {name.replace(", ", "_").replace(" ", "_"): value for name, value in rows}
 
 
+def device_text(memory: DeviceMemory) -> str:
+    """What the caching allocator and what is beside it take of a device, and whether that fits."""
+    parts = f"CUDA context {bytes_text(memory.context)} + NCCL buffers {bytes_text(memory.communicators)}"
+    text = (
+        f"{bytes_text(memory.total)} of {bytes_text(memory.capacity)}: reserved by the caching allocator "
+        f"{bytes_text(memory.reserved)} + {parts}"
+    )
+    growing = f"{bytes_text(memory.expandable)} reserved with expandable_segments:True"
+    return f"{text}; {growing}: {_VERDICTS[memory.verdict]}"
+
+
+_VERDICTS = {
+    "fits": "fits",
+    "flushes": "fits, but only by giving cached segments back, which is slow; set expandable_segments:True",
+    "expandable": "does not fit unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set",
+    "over": "does not fit, though the tensors do: plan with less --memory",
+}
+
+
 def as_json(
-    program: Program, cluster: Cluster, estimate: StepEstimate, rate: Rates, cost: Bill | None
+    program: Program,
+    cluster: Cluster,
+    estimate: StepEstimate,
+    rate: Rates,
+    cost: Bill | None,
+    device: DeviceMemory | None = None,
 ) -> Mapping[str, Any]:
     """The whole simulation as one document; seconds, bytes, FLOP."""
     row = estimate.fullest
@@ -127,8 +153,9 @@ def as_json(
             "rank": row.rank,
             "peak_bytes": row.peak,
             "usable_bytes": usable_memory(cluster.device),
-            "fits": row.peak <= usable_memory(cluster.device),
+            "fits": row.peak <= usable_memory(cluster.device) and (device is None or device.fits),
             "resident_bytes": _keyed(memory_of(estimate)),
             **({"host_bytes": dict(host_of(estimate))} if estimate.host else {}),
+            **({} if device is None else {"device": {**asdict(device), "total": device.total}}),
         },
     }

@@ -21,6 +21,7 @@ from autoshard.search.problem.problem import model_flop
 from autoshard.search.reasons.explain import strategy_text, zero_stage
 from autoshard.search.select.request import CandidateSolution
 from autoshard.search.solve.step_config import RankBytes
+from autoshard.simulate.device_memory import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,8 @@ class PlanSummary:
     offload: str = ""
     #: seconds of the step of the program, every collective simulated; None where none was made
     simulated_seconds: float | None = None
+    #: what a process takes of its device; None where that was not simulated
+    device: DeviceMemory | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -217,6 +220,7 @@ def summarise(
     solution: CandidateSolution | None = None,
     staging: Staging | None = None,
     peak: Peak | None = None,
+    device: DeviceMemory | None = None,
 ) -> PlanSummary:
     """The summary of a plan for the model it was made for; with costs if the search is given, too."""
     ranks = plan.pipeline.ranks if plan.pipeline is not None else 1
@@ -271,6 +275,7 @@ def summarise(
         None if peak is None else PeakRow.of(peak),
         plan.offload,
         None if peak is None else peak.step,
+        device,
     )
 
 

@@ -35,6 +35,15 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
+class KeptStorages:
+    """The storages of `SavedBytes`."""
+
+    held: frozenset[Storage]
+    weight: frozenset[Storage]
+    made: frozenset[Storage]
+
+
+@dataclass(frozen=True)
 class ResidentBytes:
     """Bytes that a rank holds, with Adam. activations: kept from forward to backward."""
 
@@ -64,6 +73,18 @@ def kept_by(
     reads in backward counts for the lowest, whose backward comes last. An expanded value is copied when it is
     reshaped (the keys and values of grouped attention).
     """
+    kept = kept_storages(program, stages, size_of, keeping, per_logit)
+    return {s: SavedBytes(_bytes(k.held), _bytes(k.weight), _bytes(k.made)) for s, k in kept.items()}
+
+
+def kept_storages(
+    program: Program,
+    stages: Sequence[int],
+    size_of: SizeOf,
+    keeping: Keeping | None = None,
+    per_logit: float | None = None,
+) -> dict[int, KeptStorages]:
+    """The storages that `kept_by` counts."""
     rank = _Rank(program, size_of)
     ordered = sorted(stages)
     for stage in ordered:
@@ -82,12 +103,14 @@ def kept_by(
             read[stage], after = own, late[stage] - early
             late[stage] = after | (rank.kept(stage, late[stage] & early, keeping.late, per_logit) & own)
             early |= own
-    found: dict[int, SavedBytes] = {}
+    found: dict[int, KeptStorages] = {}
     counted: set[Storage] = set()
     for stage in ordered:
         own = read[stage] - counted
         counted |= own
-        found[stage] = SavedBytes(_bytes(own), _bytes(late[stage] & own), _bytes(late[stage] - early))
+        found[stage] = KeptStorages(
+            frozenset(own), frozenset(late[stage] & own), frozenset(late[stage] - early)
+        )
     return found
 
 

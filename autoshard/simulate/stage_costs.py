@@ -227,7 +227,7 @@ class StagePrices:
         return tuple(self._end(rank) for rank in range(self.schedule.ranks))
 
     def _end(self, rank: int) -> StepEnd:
-        trained = [p for p in self._held(rank) if p.target in self._trained]
+        trained = [p for p in self.held_by(rank) if p.target in self.trained]
         touched = sum(
             self.size(p.name) / _width(p) * self.recipe.of(p).update_bytes(_width(p)) for p in trained
         )
@@ -356,18 +356,18 @@ class StagePrices:
         """What the optimizer of a pipeline rank keeps, in whichever memory."""
         return sum(
             self.size(p.name) / _width(p) * self.recipe.of(p).optimizer_bytes(_width(p))
-            for p in self._held(rank)
-            if p.target in self._trained
+            for p in self.held_by(rank)
+            if p.target in self.trained
         )
 
     def shard_bytes(self, rank: int, *, trained: bool = False) -> float:
         """Parameters of a pipeline rank (or trained ones), without gathered copies, in whichever memory."""
-        held = self._held(rank)
-        return sum(self.size(p.name) for p in held if not trained or p.target in self._trained)
+        held = self.held_by(rank)
+        return sum(self.size(p.name) for p in held if not trained or p.target in self.trained)
 
     def updated(self, rank: int) -> float:
         """Elements of parameters that a rank of a stage updates."""
-        trained = (p for p in self._held(rank) if p.target in self._trained)
+        trained = (p for p in self.held_by(rank) if p.target in self.trained)
         return sum(self.size(p.name) / _width(p) for p in trained)
 
     def _stand_ins(self, rank: int) -> float:
@@ -387,7 +387,7 @@ class StagePrices:
         return sum(shapes.values())
 
     def _state(self, rank: int) -> ResidentBytes:
-        held = self._held(rank)
+        held = self.held_by(rank)
         away = self.program.offload
         optimizer = 0.0 if away.states else self.optimizer_bytes(rank)
         gradients = sum(self.gradients_of[rank].values())
@@ -402,11 +402,11 @@ class StagePrices:
     def gradients_of(self) -> tuple[Mapping[int, float], ...]:
         """Per pipeline rank, stage -> bytes of its gradients as they are summed up."""
         return tuple(
-            {s: sum(self._sum_bytes(v) for v in accumulated(self.program, s)) for s in stages}
+            {s: sum(self.sum_bytes(v) for v in accumulated(self.program, s)) for s in stages}
             for stages in self.stages_of
         )
 
-    def _sum_bytes(self, value: str) -> float:
+    def sum_bytes(self, value: str) -> float:
         """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision, or as
         wide as the buffers of the recipe."""
         if value in self._hosted:
@@ -423,10 +423,10 @@ class StagePrices:
         return hosted_values(self.program.lowered) if self.program.offload else frozenset()
 
     @cached_property
-    def _trained(self) -> frozenset[str]:
+    def trained(self) -> frozenset[str]:
         return frozenset(r.target for r in self.program.signature.results if r.kind == "grad")
 
-    def _held(self, rank: int) -> Sequence[Port]:
+    def held_by(self, rank: int) -> Sequence[Port]:
         """Parameters of a pipeline rank."""
         return self._parameters.get(rank, ())
 

@@ -6,17 +6,16 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from autoshard.ir import DTYPES, Call, Node, refs_of
+from autoshard.ir import Call, refs_of
 from autoshard.ir.boundaries import ends_of
-from autoshard.ir.collectives import exact_transfer, is_message, is_ring
-from autoshard.ir.lowered import Instruction, LoweredSegment, PlacedValue, StagePart, uses_of
-from autoshard.ir.offload import STORE
-from autoshard.ir.views import view_roots
+from autoshard.ir.collectives import exact_transfer
+from autoshard.ir.lowered import Instruction, StagePart, uses_of
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.simulate.equivalent_parts import likeness
-from autoshard.simulate.framework_saved import Keeping, logits_of
-from autoshard.simulate.in_flight import Messages, OnTheWay, message_of, turn_of
+from autoshard.simulate.framework_saved import Keeping
+from autoshard.simulate.in_flight import Messages, OnTheWay, turn_of
+from autoshard.simulate.node_bytes import Taken, rows_of, taken_by
 from autoshard.simulate.saved_for_backward import Storage, kept_in_order, storages_of
 from autoshard.simulate.segment_work import Sheets
 
@@ -67,7 +66,7 @@ class Transients:
         self.results = set(program.lowered.results)
         buffers = sheets.behaviour.gradient_buffers
         stages = range(len(self.owner)) if buffers else ()
-        self._summed = frozenset(v for stage in stages for v in accumulated(program, stage))
+        self.summed = frozenset(v for stage in stages for v in accumulated(program, stage))
 
     def of(self, stage: int, kind: str) -> float:
         """Bytes that the rank holds more at the peak of an action (F, B, I or W) than as it begins."""
@@ -77,17 +76,17 @@ class Transients:
         """Of an action."""
         key = (stage, kind)
         if key not in self._known:
-            parts = self._parts(stage, kind)
+            parts = self.parts_of(stage, kind)
             found = self._course(parts, kind) if parts else _NOTHING
-            self._known[key] = replace(found, ahead=self._ahead(parts))
+            self._known[key] = replace(found, ahead=self.ahead(parts))
         return self._known[key]
 
     def labels(self, stage: int, kind: str) -> tuple[str, ...]:
         """What calls the instructions of an action, in their order."""
-        items = (i for p in self._parts(stage, kind) for i in self.program.lowered.of(p))
+        items = (i for p in self.parts_of(stage, kind) for i in self.program.lowered.of(p))
         return tuple(i.label if isinstance(i, Call) else i.op for i in items)
 
-    def _parts(self, stage: int, kind: str) -> list[StagePart]:
+    def parts_of(self, stage: int, kind: str) -> list[StagePart]:
         """What an action runs."""
         return [p for p in self.program.lowered.of_stage.get(stage, ()) if p.phase in _PHASES[kind]]
 
@@ -97,12 +96,15 @@ class Transients:
 
     def course_of_end(self, rank: int) -> Course:
         """Of the reduction of gradients."""
-        parts = [p for p in self.program.lowered.parts if p.phase == "reduce" and self.owner[p.stage] == rank]
-        if not parts or self.sheets.behaviour.gradient_buffers:
-            return _NOTHING  # buffers are reduced where they lie
-        return self._course(parts, "end")
+        parts = self.parts_of_end(rank)
+        return self._course(parts, "end") if parts else _NOTHING
 
-    def _ahead(self, parts: Sequence[StagePart]) -> float:
+    def parts_of_end(self, rank: int) -> list[StagePart]:
+        """What reduces gradients; nothing where they lie in buffers, which are reduced where they are."""
+        parts = [p for p in self.program.lowered.parts if p.phase == "reduce" and self.owner[p.stage] == rank]
+        return [] if self.sheets.behaviour.gradient_buffers else parts
+
+    def ahead(self, parts: Sequence[StagePart]) -> float:
         """Bytes of the parameters that are gathered for the next call while one computes, at most."""
         if not self.sheets.behaviour.gathers_overlap:
             return 0.0
@@ -123,14 +125,14 @@ class Transients:
     def _course(self, parts: Sequence[StagePart], kind: str) -> Course:
         lowered = self.program.lowered
         items = [item for part in parts for item in lowered.of(part)]
-        storage = self._storages_of(self.owner[parts[0].stage])
+        storage = self.storages_of(self.owner[parts[0].stage])
         if kind == "F" and self.sheets.keeping is not None:
             return self._forward(parts, storage, self.sheets.keeping)
-        staying: Collection[Storage] = self._staying(parts, kind, storage)
-        there, arriving = self._entering(parts, kind, storage)
+        staying: Collection[Storage] = self.staying(parts, kind, storage)
+        there, arriving = self.entering(parts, kind, storage)
         numbers: dict[Storage, int] = {}
 
-        lying = {storage[v] for v in self._summed if v in storage}
+        lying = {storage[v] for v in self.summed if v in storage}
         storage = {v: (s[0], 0.0) if s in lying else s for v, s in storage.items()} if lying else storage
         staying = {(s[0], 0.0) if s in lying else s for s in staying}
 
@@ -152,7 +154,7 @@ class Transients:
         stages = [s for s, owner in enumerate(self.owner) if owner == self.owner[stage]]
         per_logit, size_of = self.sheets.behaviour.loss_kept, self.sheets.ops.bytes_of
         kept = kept_in_order(self.program, stages, stage, size_of, keeping, per_logit)
-        _, arriving = self._entering(parts, "F", storage)
+        _, arriving = self.entering(parts, "F", storage)
         level = sum(size for _, size in arriving)
         along: list[float] = []
         way = Messages()
@@ -201,20 +203,20 @@ class Transients:
         if isinstance(item, Call):
             inner = self._call(item, way)
             way.all = [m for m in way.all if m.turn not in inner.turns]
-            names = self._names(item)
+            names = self.names_of(item)
             way.all += [
                 replace(m, outs=frozenset(names[o] for o in m.outs if o in names)) for m in inner.leaving
             ]
             return max(before, inner.peak)
         made = sum(size for _, size in {storage[v] for v in item.outs if storage[v] not in live})
-        return max(before, made + self._taken(item, self.program.lowered.values, way))
+        return max(before, made + self._taken(taken_by(item, self.program.lowered.values, self.sheets), way))
 
-    def _names(self, call: Call) -> dict[str, str]:
+    def names_of(self, call: Call) -> dict[str, str]:
         """Output of the segment -> how main calls it."""
         return dict(zip(self.program.lowered.segments[call.segment].graph.outputs, call.outs, strict=True))
 
     def _call(self, call: Call, way: Messages) -> _Inside:
-        lying = frozenset(inner for inner, outer in self._names(call).items() if outer in self._summed)
+        lying = frozenset(inner for inner, outer in self.names_of(call).items() if outer in self.summed)
         turns = self._turns(call.segment)
         entering = tuple((m.turn, m.held, m.finish) for m in way.all if m.turn in turns)
         key = (call.segment, lying, entering)
@@ -241,64 +243,29 @@ class Transients:
     def _segment(self, name: str, lying: Collection[str], entering: Sequence[OnTheWay]) -> _Inside:
         """lying: outputs that are summed where they lie. entering: messages on their way, without what they
         bring, whose names are those of main."""
-        segment = self.program.lowered.segments[name]
-        nodes, values = segment.graph.nodes, segment.placed()
-        roots = view_roots(segment)
-        fused = self.sheets.inside(nodes, segment.graph.outputs, self.sheets.dropped(name))
-        loss, of_loss = self._loss(segment)
-        inputs = {n for n, _ in segment.graph.inputs} | of_loss | {roots.get(v, v) for v in lying}
-        last: dict[str, int] = {}
-        for k, node in enumerate(nodes):
-            for ref in refs_of(node):
-                last[roots.get(ref, ref)] = k
-        for output in segment.graph.outputs:
-            last[roots.get(output, output)] = len(nodes)
         way = Messages(entering)
-        live: dict[str, float] = {}
         peak, level = 0.0, 0.0
-        for k, node in enumerate(nodes):
-            peak = max(peak, level + way.arrive(frozenset(refs_of(node)), turn_of(node)))
-            for out in () if node.op == STORE else node.outs:
-                if out in values and out not in roots and out not in inputs and out not in fused:
-                    live[out] = self.sheets.ops.nbytes(values[out])
-                    level += live[out]
-            peak = max(peak, level + self._taken(node, values, way))
-            if node.op.startswith("autoshard.xent_"):
-                peak = max(peak, level + way.held + loss)
-            for gone in {roots.get(n, n) for n in (*refs_of(node), *node.outs)}:
-                if gone in live and last.get(gone, k) <= k:
-                    level -= live.pop(gone)
+        for row in rows_of(name, self.program.lowered.segments[name], lying, self.sheets):
+            peak = max(peak, level + way.arrive(row.needs, row.turn))
+            level += sum(size for _, size in row.makes)
+            peak = max(peak, level + self._taken(row.taken, way))
+            if row.loss:
+                peak = max(peak, level + way.held + row.loss)
+            level -= sum(size for _, size in row.frees)
         own = tuple(m for m in way.all if m.outs)
         return _Inside(peak, self._turns(name), own)
 
-    def _taken(self, node: Node, values: Mapping[str, PlacedValue], way: Messages) -> float:
+    def _taken(self, taken: Taken, way: Messages) -> float:
         """Bytes that an op needs while it runs, with those on their way, to which it adds its own."""
-        if node.op == STORE:  # what it copies is still there: it counts from the end of the call on
-            before = way.held
-            way.all.append(message_of(node, values, self.sheets.ops))
-            return before
-        if not is_message(node) or is_ring(node):
-            return way.held + self.sheets.ops.workspace(node, values)
-        own = message_of(node, values, self.sheets.ops)
-        if not self.sheets.behaviour.late_waits:
-            return way.held + own.held + own.finish
-        way.all.append(own)
-        return way.held
-
-    def _loss(self, segment: LoweredSegment) -> tuple[float, set[str]]:
-        """(bytes that the loss holds beside what it keeps, values of the segment that this counts)."""
-        how, logits = self.sheets.behaviour, logits_of(segment)
-        if how.loss_peak is None or how.loss_kept is None or logits is None:
-            return 0.0, set()
-        types = segment.graph.types()
-        large = {n for n, t in types.items() if t.is_float and t.numel == types[logits].numel}
-        count = self.sheets.ops.nbytes(segment.placed()[logits]) / DTYPES[types[logits].dtype][1]
-        backward = any("xent" in node.op and "backward" in node.op for node in segment.graph.nodes)
-        return count * (how.loss_peak - (how.loss_kept if backward else 0.0)), large
+        before = way.held
+        if taken.message is None:
+            return before + taken.brief
+        way.all.append(taken.message)
+        return before if taken.stored else way.held
 
     # -- what is there before and after ----------------------------------------------------------------
 
-    def _storages_of(self, rank: int) -> Mapping[str, Storage]:
+    def storages_of(self, rank: int) -> Mapping[str, Storage]:
         if rank not in self._storages:
             stages = [s for s, owner in enumerate(self.owner) if owner == rank]
             self._storages[rank] = storages_of(self.program, stages, self.sheets.ops.bytes_of)
@@ -326,7 +293,7 @@ class Transients:
     def _makes(self) -> Mapping[StagePart, tuple[str, ...]]:
         return {part: ends_of(self.program.lowered, part).makes for part in self.program.lowered.parts}
 
-    def _staying(
+    def staying(
         self, parts: Sequence[StagePart], kind: str, storage: Mapping[str, Storage]
     ) -> frozenset[Storage]:
         """What is still needed when the action has ended: results, what is sent, what later parts read.
@@ -350,7 +317,7 @@ class Transients:
             storage[v] for v in made if v in self.results or any(map(still_reads, self._users.get(v, ())))
         )
 
-    def _entering(
+    def entering(
         self, parts: Sequence[StagePart], kind: str, storage: Mapping[str, Storage]
     ) -> tuple[frozenset[Storage], frozenset[Storage]]:
         """(what the rank holds as the action begins, what arrives from other ranks), of what it reads."""
@@ -367,8 +334,8 @@ class Transients:
         uses = {v for part in parts for v in self._uses[part]}
         held = set(filter(is_held, uses))
         made = {storage[v] for part in parts for v in self._makes[part]}
-        there = frozenset(storage[v] for v in held)
-        return there - made, frozenset(storage[v] for v in uses - held) - there - made
+        there = frozenset(storage[v] for v in held)  # what the parts hand on of it is no second copy
+        return there, frozenset(storage[v] for v in uses - held) - there - made
 
 
 def _by_value(values: Mapping[StagePart, Sequence[str]]) -> dict[str, list[StagePart]]:

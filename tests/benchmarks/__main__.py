@@ -1,8 +1,8 @@
 """``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``peers``,
 ``tools PATH``.
 
-Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving. Runs
-benchmarks and prints their tables; without a name, planning, steps and estimates.
+Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, max-lengths.
+Runs benchmarks and prints their tables; without a name, planning, steps and estimates.
 """
 
 from __future__ import annotations
@@ -92,6 +92,14 @@ def frontier() -> None:
 
     print_frontier(CONSOLE, list(rows_of_frontier(say)))
     print_dgx2(CONSOLE, list(rows_of_dgx2(say)))
+
+
+def max_lengths() -> None:
+    """The longest sequences that fit by recipes of ALST, accounted for, against published ones; seconds."""
+    from benchmarks.max_lengths import rows
+    from benchmarks.max_lengths_table import print_lengths
+
+    print_lengths(CONSOLE, list(rows()))
 
 
 def rings() -> None:
@@ -227,6 +235,7 @@ BENCHMARKS = {
     "frontier": frontier,
     "rings": rings,
     "saving": saving,
+    "max-lengths": max_lengths,
 }
 #: those that take arguments
 ASKED = {"published": published, "same": same, "sweep": sweep, "peers": peers, "tools": tools}

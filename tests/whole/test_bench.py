@@ -35,6 +35,8 @@ from benchmarks.cases import Case
 from benchmarks.cuts import SC21, heads, interleaved_rows
 from benchmarks.cuts_measured import CutMeasured, check_equal, equal_cuts
 from benchmarks.cuts_table import print_cuts
+from benchmarks.max_lengths import rows as longest_lengths
+from benchmarks.max_lengths_table import print_lengths
 from benchmarks.planning import PlanningRow, by_turns, compile_package, median_of, plan_case
 from benchmarks.planning_table import goals_text, print_planning, scaling_lines
 from benchmarks.published import Comparison, compare, machine, published_setting, settle
@@ -429,3 +431,21 @@ def test_plans_of_two_checkouts_are_compared() -> None:
         pair = PlanPair(case_of(0, 0), plan, other)
         assert pair.kind == kind and kind in str(pair)
     assert PlanPair(case_of(0, 0), PlanFigures(reason="exit 4"), plan).kind == "better"
+
+
+def test_longest_lengths_are_near_and_in_order() -> None:
+    rows = list(longest_lengths())
+    by_name = {row.recipe.name: row for row in rows}
+    assert len(by_name) == len(rows) == 24
+    assert {row.bound for row in rows} == {"GPU", "host", "index"}
+    # more ranks, and features that save memory, make longer sequences
+    llama = [by_name[f"h100-sp{n}-llama-8b"].predicted for n in (1, 8, 16, 32)]
+    assert llama == sorted(llama)
+    features = ("no-mlp-no-act-offload", "yes-mlp", "yes-act-offload")
+    more = [by_name[f"h100-sp8-llama-8b-{name}"].predicted for name in features]
+    assert more == sorted(more) and more[-1] < by_name["h100-sp8-llama-8b"].predicted
+    near = [row for row in rows if not row.recipe.host_full]
+    assert all(0.9 < row.ratio < 1.35 for row in near)
+    out = io.StringIO()
+    print_lengths(Console(file=out, width=150), rows)
+    assert "rank correlation 0.99" in out.getvalue()

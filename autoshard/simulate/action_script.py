@@ -1,0 +1,199 @@
+"""What an action of a rank makes and frees, block by block: `transients` has the same as a level of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from autoshard.ir import Call
+from autoshard.ir.lowered import Instruction, StagePart, uses_of
+from autoshard.simulate.caching_allocator import Event
+from autoshard.simulate.in_flight import OnTheWay
+from autoshard.simulate.node_bytes import NodeBytes, Taken, rows_of, taken_by
+from autoshard.simulate.saved_for_backward import Storage
+from autoshard.simulate.segment_work import Sheets
+from autoshard.simulate.transients import Transients
+
+
+@dataclass(frozen=True)
+class Script:
+    """events: of names that mean one microbatch each. left: what is still there as the action ends."""
+
+    events: tuple[Event, ...] = ()
+    left: tuple[Hashable, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message on its way, and the name of the block that it takes."""
+
+    message: OnTheWay
+    block: Hashable
+
+
+class ScriptWriter:
+    """Writes the scripts of a rank's actions. storage: of the values of main, on that rank."""
+
+    def __init__(self, transients: Transients, sheets: Sheets, storage: Mapping[str, Storage]) -> None:
+        self.transients, self.sheets, self.storage = transients, sheets, storage
+        self.lowered = transients.program.lowered
+        self.lying = frozenset(storage[v] for v in transients.summed if v in storage)
+        self._rows: dict[tuple[str, frozenset[str]], tuple[NodeBytes, ...]] = {}
+
+    def script(self, parts: Sequence[StagePart], kind: str, kept: Collection[Storage]) -> Script:
+        """kept: by kernels, or by what is read later: of a forward what stays, of others what they find."""
+        return _Writing(self, parts, kind, kept).script() if parts else Script()
+
+    def rows(self, segment: str, lying: frozenset[str]) -> tuple[NodeBytes, ...]:
+        """The ops of a segment."""
+        key = (segment, lying)
+        if key not in self._rows:
+            self._rows[key] = rows_of(segment, self.lowered.segments[segment], lying, self.sheets)
+        return self._rows[key]
+
+
+class _Writing:
+    def __init__(
+        self, writer: ScriptWriter, parts: Sequence[StagePart], kind: str, kept: Collection[Storage]
+    ) -> None:
+        self.writer, self.parts, self.kind = writer, parts, kind
+        self.storage, self.transients = writer.storage, writer.transients
+        main = writer.lowered.main
+        self.items = [(n, main[n]) for part in parts for n in range(part.start, part.stop)]
+        framework, forward = writer.sheets.keeping is not None, kind == "F"
+        stays = kept if framework and forward else self.transients.staying(parts, kind, self.storage)
+        self.dying = self._dying(frozenset(stays))
+        if framework and not forward:
+            self._with_kernels(kept)
+        self.kept = {own[0] for own in kept} if forward else set[object]()
+        self.events: list[Event] = []
+        self.live: dict[Hashable, None] = {}
+        self.way: list[_Sent] = []
+        self.blocks = count()
+
+    def script(self) -> Script:
+        there, arriving = self.transients.entering(self.parts, self.kind, self.storage)
+        for own in _ordered(arriving):
+            self.make_storage(own)
+        ahead = 0.0 if self.kind == "end" else self.transients.ahead(self.parts)
+        self.make("ahead", ahead)
+        for k, (number, item) in enumerate(self.items):
+            self.arrive(frozenset(uses_of(item)))
+            made = [self.storage[v] for v in item.outs]
+            if isinstance(item, Call):
+                self.call(number, item, {own[0] for own in made} | self.kept)
+            for own in made:
+                if own not in there:
+                    self.make_storage(own)
+            if not isinstance(item, Call):
+                self.issue(taken_by(item, self.writer.lowered.values, self.writer.sheets))
+            for own in self.dying.get(k, ()):
+                self.drop(own[0])
+        self.arrive(all_=True)
+        self.drop("ahead")
+        return Script(tuple(self.events), tuple(self.live))
+
+    def _dying(self, stays: Collection[Storage]) -> dict[int, list[Storage]]:
+        """Place of an instruction -> what it is the last to use."""
+        last = {self.storage[v]: k for k, (_, item) in enumerate(self.items) for v in _names(item)}
+        dying: dict[int, list[Storage]] = {}
+        for each, k in last.items():
+            if each not in stays:
+                dying.setdefault(k, []).append(each)
+        return dying
+
+    def _with_kernels(self, kept: Collection[Storage]) -> None:
+        """What kernels keep of a forward call goes when the last of what the program keeps of it does."""
+        ends: dict[object, int] = {}
+        for k, gone in self.dying.items():
+            for what, _ in gone:
+                if isinstance(what, tuple):
+                    ends[what[0]] = max(k, ends.get(what[0], k))
+        for own in _ordered(kept):
+            if isinstance(own[0], tuple) and own[0][0] in ends:
+                self.dying[ends[own[0][0]]].append(own)
+
+    # -- blocks ----------------------------------------------------------------------------------------
+
+    def make(self, name: Hashable, size: float) -> None:
+        if size > 0 and name not in self.live:
+            self.live[name] = None
+            self.events.append((name, size))
+
+    def make_storage(self, own: Storage) -> None:
+        if own not in self.writer.lying:
+            self.make(own[0], own[1])
+
+    def drop(self, name: Hashable) -> None:
+        self.live.pop(name, None)
+        self.events.append((name, None))
+
+    def brief(self, size: float) -> None:
+        if size > 0:
+            name = ("brief", next(self.blocks))
+            self.make(name, size)
+            self.drop(name)
+
+    def issue(self, taken: Taken) -> None:
+        if taken.message is None:
+            self.brief(taken.brief)
+            return
+        name = ("message", next(self.blocks))
+        self.make(name, taken.message.held)
+        self.way.append(_Sent(taken.message, name))
+
+    def arrive(self, needed: Collection[str] = (), turn: str = "", *, all_: bool = False) -> None:
+        for sent in list(self.way):
+            message = sent.message
+            if all_ or (turn and message.turn == turn) or not message.outs.isdisjoint(needed):
+                self.brief(message.finish)
+                self.drop(sent.block)
+                self.way.remove(sent)
+
+    # -- a call ----------------------------------------------------------------------------------------
+
+    def call(self, number: int, call: Call, stays: Collection[object]) -> None:
+        """stays: names of storages that are there when it has ended."""
+        names = self.transients.names_of(call)
+        lying = frozenset(inner for inner, outer in names.items() if outer in self.transients.summed)
+        # what is on its way brings nothing that this needs
+        outer = {sent.block: sent.message.outs for sent in self.way}
+        self.way = [replace(s, message=replace(s.message, outs=frozenset())) for s in self.way]
+        made: list[Hashable] = []
+        for row in self.writer.rows(call.segment, lying):
+            self.arrive(row.needs, row.turn)
+            for value, size in row.makes:
+                self.make((number, value), size)
+                made.append((number, value))
+            if not row.taken.stored:
+                self.issue(row.taken)
+            self.brief(row.loss)
+            for value, _ in row.frees:
+                if (number, value) not in stays:
+                    self.drop((number, value))
+            if row.taken.stored:  # counts once the op has ended
+                self.issue(row.taken)
+        for name in made:
+            if name in self.live and name not in stays:
+                self.drop(name)
+        self.way = [
+            replace(s, message=replace(s.message, outs=self._outs(s, outer, names))) for s in self.way
+        ]
+
+    def _outs(
+        self, sent: _Sent, outer: Mapping[Hashable, frozenset[str]], names: Mapping[str, str]
+    ) -> frozenset[str]:
+        """What a message brings, by the names of main."""
+        if sent.block in outer:
+            return outer[sent.block]
+        return frozenset(names[o] for o in sent.message.outs if o in names)
+
+
+def _names(item: Instruction) -> tuple[str, ...]:
+    return (*uses_of(item), *item.outs)
+
+
+def _ordered(storages: Collection[Storage]) -> list[Storage]:
+    """In an order that does not change from run to run."""
+    return sorted(storages, key=lambda own: str(own[0]))
