@@ -11,13 +11,14 @@ from autoshard.advise.tools import Tool
 from autoshard.advise.work import Work
 from autoshard.cluster.cluster import USABLE_FRACTION
 from autoshard.errors import InfeasibleError
+from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.step import estimate_step
 
 #: what of a behaviour kernels and their launches decide, rather than placements, schedule and collectives
 _KERNELS = (
     *("attention", "attention_native", "attention_reach", "keeps", "fused", "norm_reads"),
-    *("loss_kept", "loss_peak", "eager", "recipe"),
+    *("loss_kept", "loss_peak", "eager"),
 )
 
 
@@ -30,8 +31,8 @@ class OwnPlan:
     same_kernels: float
 
 
-def own_plan(work: Work, tool: Tool, say: Callable[[str], None]) -> OwnPlan | None:
-    """None where we have no plan that fits."""
+def own_program(work: Work, say: Callable[[str], None]) -> Program | None:
+    """The program of our plan, None where none fits."""
     model, inputs = work.build(1)
     say("planning the same work with autoshard")
     try:
@@ -47,11 +48,15 @@ def own_plan(work: Work, tool: Tool, say: Callable[[str], None]) -> OwnPlan | No
         )
     except InfeasibleError:
         return None
-    program = api.compile_analysed(planned)
+    return api.compile_analysed(planned)
+
+
+def own_plan(program: Program, work: Work, tool: Tool) -> OwnPlan:
+    """Our program, simulated with our kernels and with those of a tool; state as the tool keeps it."""
     theirs = tool.framework_of(ToolConfig()).behaviour
-    same = replace(Behaviour(), **{name: getattr(theirs, name) for name in _KERNELS})
-    return OwnPlan(
-        planned.plan.mesh,
-        estimate_step(program, work.cluster, behaviour=replace(Behaviour(), recipe=theirs.recipe)).seconds,
-        estimate_step(program, work.cluster, behaviour=same).seconds,
+    ours = Behaviour(recipe=theirs.recipe)
+    same = replace(ours, **{name: getattr(theirs, name) for name in _KERNELS})
+    plain, with_theirs = (
+        estimate_step(program, work.cluster, behaviour=behaviour).seconds for behaviour in (ours, same)
     )
+    return OwnPlan(program.whole_mesh, plain, with_theirs)

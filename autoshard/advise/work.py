@@ -97,7 +97,7 @@ def work_on(
         for port in group.ports
         if port.kind == "param"
     ]
-    experts = [name for shape, name in sizes if len(shape) == 3]
+    experts = [name for shape, name in sizes if len(shape) == 3 and min(shape) > 1]
     if experts:
         raise UsageError(
             "mixtures of experts have no configurations of other tools yet",

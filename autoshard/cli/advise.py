@@ -54,7 +54,7 @@ def advise_tool(
 ) -> None:
     """Print the best configuration of a tool, and write its file."""
     from autoshard.advise.formats.registry import FORMATS
-    from autoshard.advise.ours import own_plan
+    from autoshard.advise.ours import own_plan, own_program
     from autoshard.advise.search import advise
     from autoshard.advise.tools import tool_named
 
@@ -74,7 +74,8 @@ def advise_tool(
     say = Progress()
     work = _work(target, cluster, options.devices, options.global_batch, seq, options.memory, say)
     advice = advise(tool, work, say)
-    ours = own_plan(work, tool, say)
+    program = own_program(work, say)
+    ours = None if program is None else own_plan(program, work, tool)
     text = FORMATS[tool.name].write(advice.best.choice, work.batch, work.seq)
     if out is not None:
         out.write_text(text, encoding="utf-8")

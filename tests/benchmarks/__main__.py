@@ -1,7 +1,8 @@
 """``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``peers``,
 ``tools PATH``.
 
-Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, max-lengths.
+Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, rivals,
+max-lengths.
 Runs benchmarks and prints their tables; without a name, planning, steps and estimates.
 """
 
@@ -224,6 +225,14 @@ def tools(args: Sequence[str]) -> None:
     CONSOLE.print(closing_line(rows), highlight=False)
 
 
+def rivals() -> None:
+    """The best configurations of other tools beside our plans; some minutes."""
+    from benchmarks.rivals import rows
+
+    for row in rows(lambda text: PROGRESS.print(text, highlight=False)):
+        CONSOLE.print(str(row), markup=False, highlight=False, soft_wrap=True)
+
+
 BENCHMARKS = {
     "planning": planning,
     "steps": steps,
@@ -235,6 +244,7 @@ BENCHMARKS = {
     "frontier": frontier,
     "rings": rings,
     "saving": saving,
+    "rivals": rivals,
     "max-lengths": max_lengths,
 }
 #: those that take arguments

@@ -92,8 +92,8 @@ def _row(group: list[Run]) -> PublishedRow | str:
 
 
 def _with_words(tool: Tool, group: list[Run]) -> Tool:
-    """With what the rows do that the tool of today has not."""
-    zero = {r.zero for r in group} | set(tool.zero)
+    """With the stages of ZeRO that the code of the rows had, and what they recompute."""
+    zero = {r.zero for r in group}
     recompute = {r.recompute for r in group} | set(tool.recompute)
     return replace(tool, zero=tuple(sorted(zero)), recompute=tuple(sorted(recompute)))
 
