@@ -30,7 +30,7 @@ from benchmarks.sweep_configs import published
 MODELS = (
     "Llama-2 7B", "Llama-2 13B", "Llama-2 70B", "Llama-3.1 8B", "Llama-3.1 70B", "Llama-3.2 1B", "Qwen2.5 7B",
     "Qwen3 0.6B", "Qwen3 32B", "Mistral 7B", "Gemma-2 2B", "GPT-2 XL", "GPT-3 6.7B", "GPT-3 175B", "OPT 13B",
-    "BLOOM 7.1B", "Falcon 40B", "Pythia 1.4B", "BERT large", "ViT H/14", "Mamba 2.8B", "Mixtral 8x7B",
+    "BLOOM 7.1B", "Falcon 40B", "Pythia 1.4B", "BERT large", "ViT H/14", "T5 base", "Mixtral 8x7B",
 )  # fmt: skip
 CLUSTERS = (
     "a100-selene",

@@ -31,15 +31,15 @@ def print_agreement(console: Console, rows: Sequence[AgreeRow]) -> None:
         figures = f"{row.step:.4g}", f"{row.simulated:.4g}", f"{row.ratio:.3f}"
         table.add_row(str(row.case).strip(), row.mesh, *figures, other, share)
     console.print(table)
-    console.print(closing_line(rows), highlight=False)
+    console.print(agreement_line(rows), highlight=False)
 
 
-def closing_line(rows: Sequence[AgreeRow]) -> str:
+def agreement_line(rows: Sequence[AgreeRow]) -> str:
     """How often search and simulation disagree."""
     planned = [row for row in rows if not row.reason]
     tried = sum(len(row.simulated_of) for row in planned)
     return (
         f"{len(planned)} plans ({len(rows) - len(planned)} refused) against {tried} by hand: search and "
-        f"simulation differ by more than {APART:.0%} in {sum(r.apart for r in planned)}, one by hand is more than "
-        f"{FASTER:.0%} faster in {sum(r.beaten for r in planned)}"
+        f"simulation differ by more than {APART:.0%} in {sum(r.apart for r in planned)}, "
+        f"one by hand is more than {FASTER:.0%} faster in {sum(r.beaten for r in planned)}"
     )
