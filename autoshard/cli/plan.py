@@ -183,10 +183,13 @@ def planning_arguments(
 
 def print_lengths(found: LengthPlans, *, json: bool) -> None:
     """The plans of a distribution of lengths."""
+    from autoshard.cluster import Mesh
     from autoshard.ir.units import bytes_text, seconds_text
+    from autoshard.planner.lowering import whole_mesh
 
     rows = [(each, each.planned.solution.placements.bytes) for each in found.plans if each.planned.solution]
-    mesh = found.plans[0].planned.plan.mesh
+    plan = found.plans[0].planned.plan
+    mesh = str(whole_mesh(Mesh.parse(plan.mesh), plan))
     if json:
         plans = [
             {

@@ -109,10 +109,11 @@ def candidate_meshes(
 
 def _no_pipeline(world: int, layers: int, rows: int, options: PlanOptions) -> UsageError:
     """rows: sequences that run at once, at most."""
+    stages = f"2 to {max(2, layers)} stages of as many ranks each"
+    why = f"it needs {stages}, whose data axes divide {rows} sequences"
     return UsageError(
         f"{world} ranks have no pipeline for the schedule {options.schedule}",
-        why=f"it needs 2 to {max(2, layers)} stages of equally many ranks, over whose data axes {rows} "
-        "sequences divide",
+        why=why if (options.global_batch or 1) > 1 else "a step has one sequence or no --global-batch",
         hint="leave out --schedule, or choose another --global-batch or number of ranks",
     )
 
