@@ -327,7 +327,7 @@ class Slots:
             updates[rank] += update[stage]
         for slots, nbytes in self.shared if self.of else ():
             ranks = {owner[bisect_right(edges, slot) - 1] for slot in slots}
-            link = AxisLink(self.link.latency, self.link.alone, len(ranks))
+            link = AxisLink(self.link.latency, self.link.alone, len(ranks), nccl=self.link.nccl)
             for rank in ranks if len(ranks) > 1 else ():
                 updates[rank] += float(seconds("all_reduce", nbytes, link))
         costs = StageCosts(

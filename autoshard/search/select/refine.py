@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import Protocol
 
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
@@ -436,6 +436,9 @@ def _infeasible(
     staged = f"pp={setting.pipe.ranks}," if setting.pipe.ranks > 1 else ""
     ranks = "more ranks (fsdp, tp or pp)"
     less = ranks if parts[binding] == resident.state else f"smaller microbatches, {ranks}"
+    free = prod(a.size for a in formulated.mesh.axes if a.meaning.is_free)
+    if free > 1:  # of more ranks than the batch divides over
+        less = f"a global batch that is a multiple of {free * data_ways(formulated.mesh)}, {less}"
     failure = InfeasibleError(
         f"no plan for mesh {staged}{formulated.mesh} fits {bytes_up(limit)} per rank; the smallest feasible "
         f"is {bytes_up(error.smallest_bytes)}",
