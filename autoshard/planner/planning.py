@@ -346,6 +346,8 @@ def _chosen(
     for times in wider:
         # no baseline offloads activations: baselines are only looked for within the memory that there is
         budget = None if request.budget is None else times * request.budget
+        if failure is not None and budget is not None and failure.smallest_bytes > budget:
+            continue  # what came closest needs more than that
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
             solution = choose(analysis.model, meshes, cluster, wide, say, fitter)
