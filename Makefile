@@ -72,7 +72,7 @@ bench-gpu: $(STAMP) ## check and time the kernels on this machine's GPU
 fuzz: $(STAMP) ## run 2,000 random graphs, modules and training scripts (FUZZ_ARGS="--kind K --cases N --seconds N --first N")
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
 
-sweep: $(STAMP) ## plan 200 random real cases (SWEEP_ARGS="--cases N --seed N --case K --limit N")
+sweep: $(STAMP) ## plan 200 random real cases (SWEEP_ARGS="--cases N --seed N --case K --limit N --plain")
 	PYTHONPATH=tests $(BIN)/python -m benchmarks sweep $(SWEEP_ARGS)
 
 clean: ## remove caches, build artefacts and out/ (keeps .venv)

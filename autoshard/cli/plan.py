@@ -240,10 +240,13 @@ def planning_arguments(
 
 def print_lengths(found: LengthPlans, *, json: bool) -> None:
     """The plans of a distribution of lengths."""
+    from autoshard.cluster import Mesh
     from autoshard.ir.units import bytes_text, seconds_text
+    from autoshard.planner.lowering import whole_mesh
 
     rows = [(each, each.planned.solution.placements.bytes) for each in found.plans if each.planned.solution]
-    mesh = found.plans[0].planned.plan.mesh
+    plan = found.plans[0].planned.plan
+    mesh = str(whole_mesh(Mesh.parse(plan.mesh), plan))
     if json:
         plans = [
             {
@@ -277,7 +280,7 @@ def print_lengths(found: LengthPlans, *, json: bool) -> None:
 
 
 def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh | Cluster:
-    """What to plan for; UsageError if it is not said, or said twice."""
+    """What to plan for; UsageError if it is not said, said twice, or larger than the cluster."""
     from autoshard.cluster import Mesh, load_cluster
 
     if mesh is not None and gpus is not None:
@@ -285,12 +288,17 @@ def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh
             "--gpus goes with --cluster alone", why=f"the mesh {mesh} says how many", hint="leave one out"
         )
     if mesh is not None:
-        return Mesh.parse(mesh)
+        given = Mesh.parse(mesh)
+        if cluster is not None:
+            load_cluster(cluster).check_world_size(given.world_size)
+        return given
     if cluster is None:
         raise UsageError(
             "no mesh is given", hint="--mesh dp=2,tp=2, or --cluster NAME --gpus N to search one"
         )
-    return load_cluster(cluster)
+    searched = load_cluster(cluster)
+    searched.check_world_size(gpus or 1)
+    return searched
 
 
 def print_summary(summary: PlanSummary) -> None:

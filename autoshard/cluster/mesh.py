@@ -16,6 +16,8 @@ from autoshard.errors import UsageError, nearest
 _FORM = "write axis=size, separated by commas, for instance dp=2,tp=2"
 #: devices of the largest machines that count as one node, for tp: two boards of eight
 _LARGEST_NODE = 16
+#: of devices that are all equally close: so many, at most
+_LARGEST_FLAT = 64
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,9 @@ def mesh_candidates(cluster: Cluster, world_size: int, widest_tp: int | None = N
 
     Axes of size 1 are left out (dp=1 if all are). tp is innermost and at most ``widest_tp`` ranks wide; by
     default it stays inside a node: the largest level of at most 16 devices, or the innermost level of more
-    than one device if all are larger. An axis either stays within a group of a level or covers whole groups;
-    levels that hold the whole mesh do not matter. Raises UsageError if the cluster has fewer devices.
+    than one device if all are larger, or 64 devices that are all equally close. An axis either stays within a
+    group of a level or covers whole groups; levels that hold the whole mesh do not matter. Raises UsageError
+    if the cluster has fewer devices.
     """
     if world_size < 1:
         raise UsageError(f"the world size is {world_size}", hint="it must be 1 or more")
@@ -216,7 +219,7 @@ def divisors(number: int) -> list[int]:
 def _node(cluster: Cluster, world_size: int) -> int:
     """Devices that are close enough to each other for tp."""
     sizes = [size for size in cluster.group_sizes if size > 1]
-    everything = world_size if cluster.devices is None else min(world_size, cluster.devices)
+    everything = min(world_size, cluster.devices or world_size, _LARGEST_FLAT)
     return max((size for size in sizes if size <= _LARGEST_NODE), default=min(sizes, default=everything))
 
 

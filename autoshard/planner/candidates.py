@@ -65,7 +65,18 @@ def given_mesh(mesh: Mesh, machine: Cluster, layers: int, total: int, options: P
             "they did not",
             hint=f"write pp={ranks},{inner}",
         )
+    if options.schedule and "pp" not in mesh.names:
+        raise UsageError(
+            f"the schedule {options.schedule} was asked for, and the mesh has no pipeline",
+            where=f"mesh {mesh}",
+            hint="give the mesh a pp axis, as in pp=4,dp=2",
+        )
     pipes, batches = _pipes(ranks, layers, options), _batches(inner, total, options)
+    if not pipes:
+        raise UsageError(
+            f"no schedule has {options.chunks} stages per rank on {ranks} pipeline ranks and {layers} layers",
+            hint="leave out --chunks, or name a schedule",
+        )
     return _Machines(machine).staged(inner, ranks, pipes, batches)
 
 
@@ -79,19 +90,32 @@ def candidate_meshes(
     Of pipelines on a cluster of unlike groups, those whose ranks are each in one group, or whole groups.
     """
     meshes = mesh_candidates(machine, world) + expert_candidates(machine, world, experts)
-    plain = [Staged(m, batches=_batches(m, total, options)) for m in meshes]
-    if total < 2:
-        return plain
+    # over how many data ranks each divides is for the search to see: other axes may take the rest
+    given = () if options.microbatches is None else (_microbatch(total, options.microbatches),)
+    plain = [Staged(m, batches=given or _batches(m, total, options)) for m in meshes]
     candidates = [] if options.schedule else plain
     machines = _Machines(machine)
-    for ranks in divisors(world)[1:]:
+    for ranks in divisors(world)[1:] if total > 1 else ():
         if ranks > max(1, layers):
             continue
         pipes = _pipes(ranks, layers, options)
-        for mesh in inner_candidates(machine, world // ranks, ranks):
-            if total % data_ways(mesh) == 0:
+        for mesh in inner_candidates(machine, world // ranks, ranks) if pipes else ():
+            if (*given, total)[0] % data_ways(mesh) == 0:
                 candidates.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, options)))
+    if options.schedule and not candidates:
+        raise _no_pipeline(world, layers, (*given, total)[0], options)
     return candidates
+
+
+def _no_pipeline(world: int, layers: int, rows: int, options: PlanOptions) -> UsageError:
+    """rows: sequences that run at once, at most."""
+    stages = f"2 to {max(2, layers)} stages of as many ranks each"
+    why = f"it needs {stages}, whose data axes divide {rows} sequences"
+    return UsageError(
+        f"{world} ranks have no pipeline for the schedule {options.schedule}",
+        why=why if (options.global_batch or 1) > 1 else "a step has one sequence or no --global-batch",
+        hint="leave out --schedule, or choose another --global-batch or number of ranks",
+    )
 
 
 class _Machines:
@@ -143,11 +167,22 @@ def _batches(mesh: Mesh, total: int, options: PlanOptions) -> tuple[int, ...]:
         return (next(n for n in near if total % n == 0),)
     if options.microbatches is None:
         return ()
-    if total % (options.microbatches * data_ways(mesh)):
+    size, ways = _microbatch(total, options.microbatches), data_ways(mesh)
+    if size % ways:
         raise UsageError(
-            f"{total} sequences do not divide into {options.microbatches} microbatches",
+            f"microbatches of {size} sequences do not divide over {ways} data ranks",
             where=f"mesh {mesh}",
-            why=f"each is split over {data_ways(mesh)} data ranks",
-            hint="choose another number of microbatches, or another batch",
+            why=f"{total} sequences in {options.microbatches} microbatches were asked for",
+            hint="choose fewer microbatches, a larger batch, or a mesh that shards the batch less",
         )
-    return (total // options.microbatches,)
+    return (size,)
+
+
+def _microbatch(total: int, count: int) -> int:
+    """Sequences of each of so many microbatches."""
+    if total % count:
+        raise UsageError(
+            f"{total} sequences do not divide into {count} microbatches",
+            hint="choose another number of microbatches, or another --global-batch",
+        )
+    return total // count

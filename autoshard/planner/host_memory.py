@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoshard.cluster.cluster import host_of
+from autoshard.cluster.cluster import Device, host_of
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import InfeasibleError
 from autoshard.program.program import Program
@@ -54,6 +54,22 @@ def check_host(prices: StagePrices) -> None:
         hint="offload less, or use more ranks on fsdp or tp",
     )
     failure.smallest_bytes = need.bytes
+    raise failure
+
+
+def check_states(nbytes: float, device: Device, ranks: int) -> None:
+    """InfeasibleError if states of so many bytes do not fit the hosts of so many ranks, however divided."""
+    host = host_of(device)
+    nodes = max(1.0, ranks / host.devices)
+    if nbytes <= nodes * host.memory_bytes:
+        return
+    failure = InfeasibleError(
+        f"what is offloaded takes {bytes_up(nbytes / nodes)} of host memory, a node has "
+        f"{bytes_up(host.memory_bytes)}",
+        why=f"it is {bytes_up(nbytes)} in all, and {ranks} ranks fill {nodes:g} node{'s' * (nodes > 1)}",
+        hint="offload less, or use more ranks",
+    )
+    failure.smallest_bytes = nbytes / nodes
     raise failure
 
 

@@ -119,7 +119,7 @@ class MemoryFitter:
     def seconds(self, solution: CandidateSolution) -> float:
         """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
         try:
-            return self.cutting(solution).seconds(fixed=self.fixed) + bare_seconds(solution.placements)
+            return self.cutting(solution).seconds(fixed=self.fixed)
         except InfeasibleError:
             return inf
 
@@ -406,6 +406,7 @@ class MemoryFitter:
             # what activations take of a device is only known once some of them are stored
             None if self.offload.activations else self.request.budget,
             microbatch=microbatch_seconds(solution.placements),
+            bare=bare_seconds(solution.placements),
             schedules=self._schedules,
             stages={name: frozenset(stages) for name, stages in self.request.stages},
         )

@@ -22,6 +22,7 @@ from autoshard.options import Differentiate, PlanOptions
 from autoshard.passes.pipeline import check_slices
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.candidates import candidate_meshes, check_pipeline, given_mesh
+from autoshard.planner.host_memory import check_states
 from autoshard.planner.memory_fit import MemoryFitter, Peak
 from autoshard.planner.stage_partition import Staging
 from autoshard.rules.user import Rules
@@ -35,6 +36,7 @@ from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.search.solve.configuration import Staged, microbatch_sizes
 from autoshard.search.solve.formulate import layer_calls
+from autoshard.search.solve.param_costs import whole_state
 from autoshard.simulate.device_memory import DeviceMemory, device_memory
 from autoshard.simulate.peaks import Peaks
 
@@ -378,12 +380,18 @@ def _chosen(
     long as the solution then fits and is faster.
     """
     wider = _WIDER if fitter.offload.activations and request.budget is not None else (1,)
-    request = replace(request, recipe=hosted(request.recipe, fitter.offload, cluster.device))
+    recipe = hosted(request.recipe, fitter.offload, cluster.device)
+    if fitter.offload.states:
+        away = whole_state(analysis.model, request.recipe) - whole_state(analysis.model, recipe)
+        check_states(away, cluster.device, meshes[0].world_size if meshes else 1)
+    request = replace(request, recipe=recipe)
     failure: InfeasibleError | None = None
     best: CandidateSolution | None = None
     for times in wider:
         # no baseline offloads activations: baselines are only looked for within the memory that there is
         budget = None if request.budget is None else times * request.budget
+        if failure is not None and budget is not None and failure.smallest_bytes > budget:
+            continue  # what came closest needs more than that
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
             solution = choose(analysis.model, meshes, cluster, wide, say, fitter)

@@ -41,6 +41,7 @@ class Staging:
     schedule: of the whole step. costs: of its stages. seconds: of its simulated step, collectives of
     parameters left out. tried: schedule -> seconds of a step with the best cuts for it, None where nothing
     fits. layers: costs of stages with the same number of layers in each, None where there are too few layers.
+    bare: seconds of collectives of parameters that nothing hides, on the rank that holds most.
     """
 
     pipeline: Pipeline
@@ -49,6 +50,7 @@ class Staging:
     seconds: float
     tried: dict[str, float | None]
     layers: StageCosts | None = None
+    bare: float = 0.0
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -62,7 +64,8 @@ class Staging:
 
 
 def bare_seconds(placements: Placement) -> float:
-    """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline."""
+    """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline that holds
+    as many of them as the others."""
     sums, setting = placements.setting.sums(placements.usage), placements.setting
     talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.pace
     return max(0.0, placements.step.exposed - talk)
@@ -98,7 +101,8 @@ class StagePartition:
 
     microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
     the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
-    are compared by one measure. budget: bytes per rank; unlike ranks may have more (`stage_machines.rooms`).
+    are compared by one measure. bare: `bare_seconds`, of which a rank has as much as it holds. budget: bytes
+    per rank; unlike ranks may have more (`stage_machines.rooms`).
     stages: that have parameters already, by name.
     """
 
@@ -111,11 +115,12 @@ class StagePartition:
         budget: float | None,
         *,
         microbatch: float | None = None,
+        bare: float = 0.0,
         schedules: Schedules | None = None,
         stages: Mapping[str, frozenset[int]] = NO_STAGES,
     ) -> None:
         assert options.plan.pipeline is not None
-        self.pipeline, self.budget = options.plan.pipeline, budget
+        self.pipeline, self.budget, self._bare = options.plan.pipeline, budget, bare
         self.microbatches = options.plan.microbatches
         self.schedules = schedules or Schedules()
         self._layers = sum(layer_calls(folded).values())
@@ -138,7 +143,7 @@ class StagePartition:
 
     def seconds(self, *, fixed: bool = False) -> float:
         """Of a simulated step by the plan's own schedule, or the best one that was cut already; where no cut
-        fits the own one, by the best other one.
+        fits the own one, by the best other one. With collectives of parameters.
 
         Raises InfeasibleError if no cut fits any.
         """
@@ -151,7 +156,7 @@ class StagePartition:
             shortest = _shortest(self._trial(*kind) for kind in self._kinds())
         if shortest is None:
             raise self._no_room()
-        return shortest.seconds
+        return shortest.whole
 
     def spare(self, nbytes: float) -> None:
         """Cut so that at least so many bytes of the budget stay free: what stages hold for a moment inside
@@ -181,7 +186,7 @@ class StagePartition:
             for (name, chunks), trial in trials.items()
         }
         pipeline, layers = self.slots.pipeline(best), self.slots.equal(best.schedule)
-        return Staging(pipeline, best.schedule, best.costs, best.seconds, tried, layers)
+        return Staging(pipeline, best.schedule, best.costs, best.seconds, tried, layers, best.bare)
 
     def _trial(self, name: str, chunks: int) -> Trial | None:
         """The best cuts for one schedule; None if nothing fits."""
@@ -194,7 +199,7 @@ class StagePartition:
                 flying = self.schedules.flying(schedule)
                 budgets = tuple(self._rooms[r] - self._spare for r in schedule.owner) if self._rooms else ()
                 request = CutRequest(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
-                cuts = self.slots.cut(schedule, request)
+                cuts = self.slots.cut(schedule, request, self._bare)
             self._trials[name, chunks] = cuts
         return self._trials[name, chunks]
 
@@ -225,7 +230,7 @@ class StagePartition:
 
 
 def _shortest(trials: Iterable[Trial | None]) -> Trial | None:
-    return min((t for t in trials if t is not None), key=lambda t: t.seconds, default=None)
+    return min((t for t in trials if t is not None), key=lambda t: t.whole, default=None)
 
 
 def partition_stages(

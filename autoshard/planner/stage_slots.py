@@ -226,8 +226,8 @@ class Slots:
         schedule, cuts = trial.schedule, tuple(self.cut_behind(e) for e in trial.ends)
         return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts, self.slices)
 
-    def cut(self, schedule: Schedule, request: CutRequest) -> Trial | None:
-        """The best cuts for one schedule, simulated; None if nothing fits."""
+    def cut(self, schedule: Schedule, request: CutRequest, bare: float = 0.0) -> Trial | None:
+        """The best cuts for one schedule, simulated; None if nothing fits. bare: see `StagePartition`."""
         edges = [0, *(p + 1 for p in self.places), self.count]
         tried: list[list[int]] = []
         for lines in self._lines(schedule, edges, idle=request.chunks > 1):
@@ -242,15 +242,16 @@ class Slots:
             if self._leaves_idle(schedule, ends):
                 continue
             costs = self.costs(schedule, ends)
-            if best is not None and least_makespan(schedule, costs) > (1 + _ROUNDING) * best.seconds:
+            unhidden = bare * _fullest(costs.base)
+            if best is not None and least_makespan(schedule, costs) + unhidden > (1 + _ROUNDING) * best.whole:
                 continue
             rooms = (request.room(schedule.owner.index(rank)) for rank in range(schedule.ranks))
             peaks = peak_bytes(schedule, costs)
             if any(limit is not None and most > limit for most, limit in zip(peaks, rooms, strict=True)):
                 continue
             step = makespan(schedule, costs)
-            if best is None or step < best.seconds:
-                best = Trial(schedule, request.chunks, tuple(ends), costs, step)
+            if best is None or step + unhidden < best.whole:
+                best = Trial(schedule, request.chunks, tuple(ends), costs, step, unhidden)
         return best
 
     @cached_property
@@ -326,7 +327,7 @@ class Slots:
             updates[rank] += update[stage]
         for slots, nbytes in self.shared if self.of else ():
             ranks = {owner[bisect_right(edges, slot) - 1] for slot in slots}
-            link = AxisLink(self.link.latency, self.link.alone, len(ranks))
+            link = AxisLink(self.link.latency, self.link.alone, len(ranks), nccl=self.link.nccl)
             for rank in ranks if len(ranks) > 1 else ():
                 updates[rank] += float(seconds("all_reduce", nbytes, link))
         costs = StageCosts(
@@ -367,13 +368,25 @@ class Slots:
 
 @dataclass(frozen=True)
 class Trial:
-    """A schedule with its best cuts. ends: the slots behind which its stages end."""
+    """A schedule with its best cuts. ends: the slots behind which its stages end. seconds: of a simulated
+    step; bare: of collectives of parameters that nothing hides, on the rank that holds most."""
 
     schedule: Schedule
     chunks: int
     ends: tuple[int, ...]
     costs: StageCosts
     seconds: float
+    bare: float
+
+    @property
+    def whole(self) -> float:
+        return self.seconds + self.bare
+
+
+def _fullest(held: Sequence[float]) -> float:
+    """How many times as much the fullest rank holds as they do on average."""
+    total = sum(held)
+    return len(held) * max(held) / total if total else 1.0
 
 
 def _moved(slot: Slot, calls: int, labels: dict[str, str]) -> Slot:

@@ -14,7 +14,7 @@ from autoshard.ir.placement import Layout, Shard, is_even
 from autoshard.ir.units import seconds_text
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.memory_fit import Peak
-from autoshard.planner.stage_partition import Staging, bare_seconds
+from autoshard.planner.stage_partition import Staging
 from autoshard.program.text import layout_text
 from autoshard.search.plan.plan import Cut, Plan, Why, why_key
 from autoshard.search.problem.problem import model_flop
@@ -305,7 +305,7 @@ def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
 def _seconds(solution: CandidateSolution, staging: Staging | None) -> float:
     """Of a step: for a pipeline the simulated one, with the collectives of parameters that nothing hides."""
     step = solution.placements.step
-    return step.total if staging is None else staging.seconds + bare_seconds(solution.placements)
+    return step.total if staging is None else staging.seconds + staging.bare
 
 
 def _step(solution: CandidateSolution, staging: Staging | None) -> PredictedStep:

@@ -1,5 +1,5 @@
-"""``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``peers``,
-``tools PATH``.
+"""``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``, ``agree``,
+``peers``, ``tools PATH``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, rivals,
 max-lengths.
@@ -178,23 +178,44 @@ def sweep(args: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draw [default: 0]")
     parser.add_argument("--case", type=int, metavar="K", help="case K alone")
     parser.add_argument("--first", type=int, default=0, metavar="K", help="begin at case K [default: 0]")
+    parser.add_argument("--limit", type=float, default=60.0, help="processor seconds of a case [default: 60]")
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="processor seconds of a case [default: 120]"
+        "--plain", action="store_true", help="without options beside the cluster and the batch"
     )
     given = parser.parse_args(args)
     if given.cases < 1:
         parser.error("--cases takes 1 or more")
-    from benchmarks.sweep import case_of, closing_line, sweep
+    from benchmarks.sweep import case_of, closing_line, sweep, with_options
 
     numbers = range(given.first, given.first + given.cases) if given.case is None else [given.case]
+    cases = (case_of(given.seed, k) for k in numbers)
+    drawn = cases if given.plain else (with_options(given.seed, case) for case in cases)
     rows = []
-    for row in sweep((case_of(given.seed, k) for k in numbers), given.limit):
+    for row in sweep(drawn, given.limit):
         print(row, flush=True)
         rows.append(row)
     text, good = closing_line(rows)
     print(text)
     if not good:
         raise SystemExit(1)
+
+
+def agree(args: Sequence[str]) -> None:
+    """Free plans against what experts try by hand, all simulated; half a minute a case."""
+    parser = argparse.ArgumentParser("python -m benchmarks agree")
+    parser.add_argument("--cases", type=int, default=40, help="how many [default: 40]")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw [default: 0]")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="begin at case K [default: 0]")
+    given = parser.parse_args(args)
+    from benchmarks.agree import agree_case, rows_of
+    from benchmarks.agree_table import print_agreement, row_text
+
+    numbers = range(given.first, given.first + given.cases)
+    rows = []
+    for row in rows_of(agree_case(given.seed, k) for k in numbers):
+        PROGRESS.print(row_text(row), markup=False, highlight=False, soft_wrap=True)
+        rows.append(row)
+    print_agreement(CONSOLE, rows)
 
 
 def peers(args: Sequence[str]) -> None:
@@ -248,7 +269,7 @@ BENCHMARKS = {
     "max-lengths": max_lengths,
 }
 #: those that take arguments
-ASKED = {"published": published, "same": same, "sweep": sweep, "peers": peers, "tools": tools}
+ASKED = {"published": published, "same": same, "sweep": sweep, "agree": agree, "peers": peers, "tools": tools}
 DEFAULT = ("planning", "steps", "estimates")
 
 
@@ -260,7 +281,9 @@ def main(args: Sequence[str]) -> None:
             return
         unknown = set(args) - set(BENCHMARKS)
         if unknown:
-            known = ", ".join([*BENCHMARKS, "published PATH", "same PATH", "sweep", "peers", "tools PATH"])
+            known = ", ".join(
+                [*BENCHMARKS, "published PATH", "same PATH", "sweep", "agree", "peers", "tools PATH"]
+            )
             raise SystemExit(f"unknown benchmark {', '.join(sorted(unknown))}; there are {known}")
         for name in args or DEFAULT:
             BENCHMARKS[name]()

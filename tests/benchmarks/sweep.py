@@ -11,26 +11,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from resource import struct_rusage
 from typing import Any
 
 from autoshard.cluster.load import catalog_names
 from benchmarks.sweep_configs import published
+from benchmarks.sweep_options import drawn_options, unlike_cluster, unlike_text
 
 GPUS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 96, 128, 256, 512, 1000, 1024, 2048, 4096)
 BATCHES = (1, 7, 8, 16, 32, 64, 96, 128, 256, 512, 1000, 1024, 2048)
 LENGTHS = (128, 512, 1000, 1024, 2048, 4096, 4097, 8192)
 #: exit codes of a command that says why there is no plan
 REFUSED = (2, 3, 4)
+#: share of cases on two kinds of nodes, beside those of the catalog that are so
+_UNLIKE = 0.1
 #: between two looks at a process, seconds; and how many times the limit one that waits may take
 _LOOK, _WAITS = 0.05, 10
 
 
 @dataclass(frozen=True)
 class SweepCase:
-    """number: of the draw. config: a `config.json`. batch: sequences of a step. length: tokens of each."""
+    """number: of the draw. config: a `config.json`. cluster: of the catalog, or as `unlike_text` reads it.
+    batch: sequences of a step. length: tokens of each. options: more words of the command."""
 
     number: int
     name: str
@@ -39,10 +43,12 @@ class SweepCase:
     gpus: int
     batch: int
     length: int
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"{self.name} on {self.gpus} x {self.cluster}"
-        return f"{self.number:>4} {where}, batch {self.batch}, length {self.length}"
+        text = f"{self.number:>4} {where}, batch {self.batch}, length {self.length}"
+        return " ".join([text, *self.options])
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,16 @@ def case_of(seed: int, number: int) -> SweepCase:
     return SweepCase(number, name, config, cluster, gpus, batch, length)
 
 
+def with_options(seed: int, case: SweepCase) -> SweepCase:
+    """The same with options that users give, and on unlike nodes now and then."""
+    draw = random.Random(f"{seed}/{case.number}/options")
+    cluster = unlike_cluster(draw, case.gpus) if draw.random() < _UNLIKE else case.cluster
+    options = drawn_options(draw, case.gpus, case.batch)
+    # the published ones are in bfloat16, which computing in another type does not start from
+    config = {**case.config, "dtype": "float32"} if "--precision" in options else case.config
+    return replace(case, cluster=cluster, options=options, config=config)
+
+
 def sweep(cases: Iterable[SweepCase], limit_s: float) -> Iterator[SweepRow]:
     """Every case in a process, one after the other.
 
@@ -107,8 +123,13 @@ def closing_line(rows: Iterable[SweepRow]) -> tuple[str, bool]:
 def write_case(case: SweepCase, folder: Path) -> list[str]:
     """Write the config; the words of the command that plans it."""
     (folder / "config.json").write_text(json.dumps(case.config), encoding="utf-8")
-    words = ["plan", f"hf:{folder}", "--cluster", case.cluster, "--gpus", case.gpus, "--json"]
-    return list(map(str, [*words, "--global-batch", case.batch, "--seq", case.length]))
+    cluster = case.cluster
+    if "+" in cluster:
+        (folder / "cluster.toml").write_text(unlike_text(cluster), encoding="utf-8")
+        cluster = str(folder / "cluster.toml")
+    gpus = [] if "--mesh" in case.options else ["--gpus", case.gpus]
+    words = ["plan", f"hf:{folder}", "--cluster", cluster, *gpus, "--json"]
+    return list(map(str, [*words, "--global-batch", case.batch, "--seq", case.length, *case.options]))
 
 
 def _run(case: SweepCase, folder: Path, limit_s: float) -> SweepRow:
@@ -148,6 +169,8 @@ def _processor_s(pid: int) -> float:
 
 
 def _plan_text(plan: dict[str, Any]) -> str:
+    if "lengths" in plan:
+        return f"{plan['mesh']}, expected step {plan['expected']['step_seconds']:.4g} s"
     step, simulated = plan["step"]["seconds"], plan["simulated_seconds"]
     pieces = f"{plan['mesh']} x {plan['microbatches']}, step {step:.4g} s"
     return (

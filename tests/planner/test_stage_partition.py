@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,11 +15,15 @@ import autoshard
 from autoshard import InfeasibleError, UsageError
 from autoshard.cluster import load_cluster
 from autoshard.interop.targets import build
+from autoshard.options import PlanOptions
 from autoshard.planner import memory_fit as fitting
+from autoshard.planner.candidates import candidate_meshes
+from autoshard.planner.stage_partition import bare_seconds
 from autoshard.program.holders import holders_of
 from autoshard.schedules.registry import make
 from autoshard.schedules.timeline import least_makespan, makespan
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
+from autoshard.search.solve.configuration import Staged, data_ways
 from autoshard.verify.lockstep import verify
 
 
@@ -180,6 +185,46 @@ def test_what_cannot_be_is_refused() -> None:
         autoshard.plan(model, "pp=2,dp=2", example_inputs=batch, microbatches=3)
     with pytest.raises(UsageError, match="chunks is 0"):
         autoshard.plan(model, "pp=2", example_inputs=batch, chunks=0)
+    with pytest.raises(UsageError, match="schedule 1f1b was asked for, and the mesh has no pipeline"):
+        autoshard.plan(model, "dp=2", example_inputs=batch, schedule="1f1b")
+
+
+def test_what_some_meshes_cannot_have_leaves_the_others() -> None:
+    machine = load_cluster("h100-dgx")
+
+    def found(batch: int, **options: Any) -> list[Staged]:
+        return candidate_meshes(machine, 8, 4, batch, PlanOptions(global_batch=batch, **options))
+
+    staged = found(12, microbatches=3)
+    assert {s.batches for s in staged} == {(4,)} and {s.ranks for s in staged} == {1, 2, 4}
+    assert all(4 % data_ways(s.mesh) == 0 for s in staged if s.ranks > 1)
+    assert any(4 % data_ways(s.mesh) for s in staged)
+    # more stages than there are layers
+    assert {s.ranks for s in found(16, chunks=2)} == {1, 2}
+    with pytest.raises(UsageError, match="12 sequences do not divide into 5 microbatches"):
+        found(12, microbatches=5)
+    with pytest.raises(UsageError, match="8 ranks have no pipeline for the schedule 1f1b"):
+        found(1, schedule="1f1b")
+
+
+def test_a_microbatch_may_divide_less_than_the_batch() -> None:
+    """Over the ranks that one sequence does not divide over, something else is divided."""
+    model, batch = small()
+    planned = autoshard.plan(
+        model, load_cluster("h100-dgx"), example_inputs=batch, devices=4, global_batch=8, microbatches=8
+    )
+    assert (planned.plan.microbatches, planned.plan.batch) == (8, 1)
+
+
+def test_the_fullest_rank_has_most_of_the_collectives_of_parameters() -> None:
+    """With one microbatch all cuts compute alike: what is gathered and reduced decides between them."""
+    model, batch = small()
+    planned = autoshard.plan(model, "pp=2,fsdp=2", example_inputs=batch, cluster="h100-dgx", microbatches=1)
+    staging = planned.staging
+    assert staging is not None and planned.solution is not None
+    held, bare = staging.costs.base, bare_seconds(planned.solution.placements)
+    assert bare > 0 and staging.bare == pytest.approx(bare * max(held) / (sum(held) / 2))
+    assert max(held) < 0.8 * sum(held)
 
 
 def test_a_gradient_of_two_parameters_is_cut_like_any_other() -> None:

@@ -151,6 +151,37 @@ def test_only_what_may_be_the_fastest_becomes_a_program(slow: float) -> None:
         assert len(judge.cut) == 1
 
 
+class Failing(CandidateSolver):
+    """Nothing fits."""
+
+    def __init__(self) -> None:
+        self.tried: list[Configuration] = []
+
+    def _fit(self, bnb: BranchAndBound, expected: float) -> bool:
+        return False
+
+    def _solve(self, bnb: BranchAndBound, estimated: Estimated) -> None:
+        self.tried.append(estimated.configuration)
+        bnb.fail(estimated.configuration)
+
+
+def test_what_does_not_fit_with_the_smallest_microbatch_is_not_tried_with_others() -> None:
+    where = [
+        Configuration(Mesh.parse(mesh), size, 64 // size)
+        for mesh in ("fsdp=4", "dp=2,tp=2")
+        for size in (4, 8, 16, 32, 64)
+    ]
+    unsure = [Estimated(c, cast(StepConfig, None), inf, 0.0, floor=1 / c.batch) for c in where]
+    solver = Failing()
+    solver._run_unsure(BranchAndBound(one_kind=False), unsure)
+    assert [(c.name, c.batch) for c in solver.tried] == [
+        ("dp=2,tp=2", 64),
+        ("dp=2,tp=2", 4),
+        ("fsdp=4", 64),
+        ("fsdp=4", 4),
+    ]
+
+
 # -- what one solution says of others ------------------------------------------------------------------------
 
 

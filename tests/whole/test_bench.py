@@ -14,9 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.main import get_command
 
 from autoshard.capture.capture import capture
+from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
+from autoshard.cluster.load import parse_cluster
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.unfilled import Unfilled
@@ -31,6 +34,8 @@ from autoshard.search.solve.configuration import Staged
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.validate.models import Architecture, on_meta
 from benchmarks.__main__ import main
+from benchmarks.agree import ALTERNATIVES, AgreeRow, Alternative, agree_case, rows_of
+from benchmarks.agree_table import agreement_line, print_agreement, row_text
 from benchmarks.cases import Case
 from benchmarks.cuts import SC21, heads, interleaved_rows
 from benchmarks.cuts_measured import CutMeasured, check_equal, equal_cuts
@@ -49,7 +54,9 @@ from benchmarks.rings import Stack, row_of
 from benchmarks.rings_table import print_rings
 from benchmarks.same_plans import PlanFigures, PlanPair
 from benchmarks.saving import print_saving
-from benchmarks.sweep import SweepRow, case_of, closing_line, sweep
+from benchmarks.sweep import SweepRow, case_of, closing_line, sweep, with_options
+from benchmarks.sweep_configs import published
+from benchmarks.sweep_options import unlike_text
 
 TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)
 CASE = Case("tiny", TINY, 2, 4, 16)
@@ -397,6 +404,41 @@ def test_cases_of_a_sweep_are_drawn_by_their_numbers() -> None:
     assert len({c.name for c in drawn}) > 40 and len({c.cluster for c in drawn}) > 7
     assert {1, 7} <= {c.batch for c in drawn} and {12, 1000} <= {c.gpus for c in drawn}
     assert all(c.length <= c.config.get("max_position_embeddings", c.length) for c in drawn)
+
+
+def test_options_of_a_sweep_are_those_of_the_command() -> None:
+    plain = [case_of(0, k) for k in range(300)]
+    drawn = [with_options(0, case) for case in plain]
+    assert drawn[7] == with_options(0, plain[7]) and {len(c.options) == 0 for c in drawn} == {True, False}
+    words = {word for c in drawn for word in c.options if word.startswith("--")}
+    flags = {flag for p in get_command(app).commands["plan"].params for flag in (*p.opts, *p.secondary_opts)}
+    assert len(words) > 10 and words <= flags
+    unlike = next(c for c in drawn if "+" in c.cluster)
+    cluster = parse_cluster(unlike_text(unlike.cluster), where="a test")
+    assert len(cluster.groups) == 2 and str(unlike).count(unlike.cluster) == 1
+
+
+def test_plans_are_set_beside_those_by_hand() -> None:
+    """A tiny model: search and simulation need not agree, but each says what it found."""
+    tiny = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = {**dict(published())["Llama-2 7B"], **tiny, "num_key_value_heads": 4, "vocab_size": 64}
+    case = replace(agree_case(3, 0), config=config, cluster="cpu-gloo", gpus=2, batch=4, length=16)
+    assert agree_case(3, 0) == agree_case(3, 0) != agree_case(3, 1)
+    (row,) = rows_of([case])
+    assert row.step > 0 and row.simulated > 0 and 0 < len(row.simulated_of) <= ALTERNATIVES
+    assert row.mesh.split()[0] not in {str(a) for a in row.simulated_of}
+    assert row.best is not None and row.best[1] == pytest.approx(
+        1 - min(s for s in row.simulated_of.values() if s) / row.simulated
+    )
+    other = Alternative("fsdp=4", (("microbatches", 2),))
+    fast = replace(row, step=1.0, simulated=1.2, simulated_of={other: 1.1, Alternative("dp=4"): None})
+    assert fast.apart and fast.beaten and "fsdp=4 --microbatches 2 +8.3%" in row_text(fast)
+    refused = AgreeRow(case, reason="why")
+    assert agreement_line([fast, replace(fast, simulated=1.05), refused]) == (
+        "2 plans (1 refused) against 4 by hand: search and simulation differ by more than 10% in 1, "
+        "one by hand is more than 2% faster in 1"
+    )
+    assert "8.3%" in shown(lambda console: print_agreement(console, [fast, refused]))
 
 
 def test_what_came_of_a_sweep_is_counted(tmp_path: Path) -> None:

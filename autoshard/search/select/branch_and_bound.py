@@ -14,6 +14,9 @@ from autoshard.search.solve.configuration import Configuration, alike
 _MOST, _ALIKE = 3, 2
 #: the same of those with a pipeline, each of which is cut as well: before and after one of them is a program
 _PIPED, _PIPED_LATER, _PIPED_ALIKE = 3, 2, 1
+#: a program that takes so many times as long as it was evaluated to says that evaluations tell little between
+#: those like it: so many more of them are solved
+_WRONG, _DOUBTED = 1.25, 2
 #: states of solved configurations together after which no other is solved but those with so many times fewer
 _WORK, _CHEAP = 8_000, 4
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
@@ -141,12 +144,20 @@ class BranchAndBound:
         """How many are solved that have a pipeline, or none, as this one."""
         if not _piped(config):
             return _MOST
-        return _PIPED_LATER if True in self._off else _PIPED
+        if True not in self._off:
+            return _PIPED
+        return _PIPED_LATER + (_DOUBTED if self._doubted else 0)
+
+    @property
+    def _doubted(self) -> bool:
+        """Whether a program of a pipeline took far longer than it was evaluated to."""
+        return self._off.get(True, 1.0) > _WRONG
 
     def _limit(self, other: _Known, config: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
         one_kind = _piped(other.configuration) == _piped(config)
-        return other.limit if one_kind else _MARGIN * self.needed(config)
+        doubt = _WRONG if self._doubted and _piped(config) else 1.0
+        return doubt * other.limit if one_kind else _MARGIN * self.needed(config)
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given

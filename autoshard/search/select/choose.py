@@ -172,7 +172,7 @@ class _Search:
                 ranked.extend(self._ranked(group))
             ranked.extend(self._best_division(apart))
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
-            for group in _few(later, ranked):
+            for group in _few(later, ranked, self.cluster):
                 ranked.extend(self._ranked(group))
         except KeyboardInterrupt:
             if not self.solved:
@@ -301,11 +301,22 @@ def _is_of(config: Configuration, given: Staged) -> bool:
     return same_mesh and (not given.batches or config.batch in given.batches)
 
 
-def _few(groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue) -> list[tuple[Staged, ...]]:
-    """Of shapes with pipelines, a few that divide layers as the best one without does."""
+def _few(
+    groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue, cluster: Cluster
+) -> list[tuple[Staged, ...]]:
+    """Of shapes with pipelines, a few that divide layers as the best one without does, and one that does not
+    divide them and stays in a node: what is best over all nodes says little of what is best inside of one.
+
+    On unlike groups also the widest that does not divide layers.
+    """
     first = ranked.first() if groups else None
+    widest = sorted(groups, key=lambda g: -data_ways(g[0].mesh))
     if first is None:
-        return list(groups)[:_PIPELINES]
-    best = first.configuration.mesh
-    matching = [g for g in groups if inside(g[0].mesh) == inside(best)]
-    return sorted(matching, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]
+        few = list(groups)[:_PIPELINES]
+    else:
+        best = inside(first.configuration.mesh)
+        few = [g for g in widest if inside(g[0].mesh) == best][:_PIPELINES]
+    plain = [g for g in widest if not inside(g[0].mesh)]
+    node = min((n for part in cluster.groups or (cluster,) for n in part.group_sizes if n > 1), default=0)
+    within = [g for g in plain if data_ways(g[0].mesh) <= node]
+    return list(dict.fromkeys((*few, *within[:1], *(plain[:1] if cluster.groups else ()))))

@@ -47,19 +47,21 @@ class MeshShapes:
         self.further = 0
 
     def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
-        """Meshes whose data ranks divide the batch; of the others, with the rest as a free axis ``seq``.
+        """Meshes whose data ranks divide the batch, or the microbatch that is asked for; of the others, with
+        the rest as a free axis ``seq``.
 
         More ranks than sequences only help if something other than the batch is divided, too.
         """
         if self.request.batch is None or len(meshes) == 1:
             return list(meshes)
-        usable = [s for s in meshes if self.total % data_ways(s.mesh) == 0]
+        rows = {s: s.batches[0] if len(s.batches) == 1 else self.total for s in meshes}
+        usable = [s for s in meshes if rows[s] % data_ways(s.mesh) == 0]
         if any(s.ranks == 1 for s in usable) and len(usable) == len([s for s in meshes if s.ranks == 1]):
             return usable
         for staged in meshes:
             mesh = staged.mesh
             data = [a for a in mesh.axes if a.meaning.splits_batch]
-            ways = gcd(self.total, data_ways(mesh))
+            ways = gcd(rows[staged], data_ways(mesh))
             if staged.ranks == 1 and len(data) == 1 and ways < data[0].size:
                 rest = [a for a in mesh.axes if not a.meaning.splits_batch]
                 split = [Axis(data[0].name, ways)] if ways > 1 else []

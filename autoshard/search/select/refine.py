@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import Protocol
 
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
@@ -166,16 +166,30 @@ class CandidateSolver:
         return estimated.bound >= bnb.needed(estimated.configuration)
 
     def _run_unsure(self, bnb: BranchAndBound, unsure: Sequence[Estimated]) -> list[Estimated]:
-        """The same for those that seem not to fit; where something else does, until one really does not."""
+        """The same for those that seem not to fit; where something else does, until one really does not.
+
+        Where nothing does, a failure is followed by the smallest microbatch: what fails with that needs no
+        larger one to be solved.
+        """
         solved: list[Estimated] = []
+        smallest: dict[object, Estimated] = {}
+        for estimated in sorted(unsure, key=lambda e: -e.configuration.batch):
+            smallest[_alone(estimated)] = estimated
+        too_large: set[object] = set()
         for estimated in sorted(unsure, key=lambda e: (e.floor, e.bound, str(e.configuration.mesh))):
-            self._fit(bnb, inf)
-            if self._leaves_out(bnb, estimated):
-                continue
-            solved.append(estimated)
-            self._solve(bnb, estimated)
-            if bnb.incumbent is not None and not isfinite(bnb.seconds.get(estimated.configuration, inf)):
-                break
+            for each in (estimated, smallest[_alone(estimated)]):
+                self._fit(bnb, inf)
+                known = each.configuration in bnb.seconds or _alone(each) in too_large
+                if known or self._leaves_out(bnb, each):
+                    continue
+                solved.append(each)
+                self._solve(bnb, each)
+                if isfinite(bnb.seconds.get(each.configuration, inf)):
+                    break
+                if bnb.incumbent is not None:
+                    return solved
+                if each is smallest[_alone(each)]:
+                    too_large.add(_alone(each))
         self._fit(bnb, inf)
         return solved
 
@@ -399,6 +413,12 @@ class CandidateSolver:
         )
 
 
+def _alone(estimated: Estimated) -> object:
+    """What configurations share that only have other microbatches."""
+    config = estimated.configuration
+    return config.mesh, config.pipe.ranks, config.pipe.schedule, config.pipe.chunks
+
+
 def name_of(config: Configuration) -> str:
     """A mesh with its schedule and microbatches, as a report has it."""
     microbatches = f" x {config.microbatches} microbatches" if config.microbatches > 1 else ""
@@ -413,11 +433,17 @@ def _infeasible(
     parts = {"parameters, gradients and optimizer state": resident.state, "activations": resident.activations}
     binding = max(parts, key=lambda k: parts[k])
     text = ", ".join(f"{k} {bytes_up(v)}" for k, v in parts.items())
+    staged = f"pp={setting.pipe.ranks}," if setting.pipe.ranks > 1 else ""
+    ranks = "more ranks (fsdp, tp or pp)"
+    less = ranks if parts[binding] == resident.state else f"smaller microbatches, {ranks}"
+    free = prod(a.size for a in formulated.mesh.axes if a.meaning.is_free)
+    if free > 1:  # of more ranks than the batch divides over
+        less = f"a global batch that is a multiple of {free * data_ways(formulated.mesh)}, {less}"
     failure = InfeasibleError(
-        f"no plan for mesh {formulated.mesh} fits {bytes_up(limit)} per rank; the smallest feasible is "
-        f"{bytes_up(error.smallest_bytes)}",
+        f"no plan for mesh {staged}{formulated.mesh} fits {bytes_up(limit)} per rank; the smallest feasible "
+        f"is {bytes_up(error.smallest_bytes)}",
         why=f"the binding term is {binding} ({text})",
-        hint="use more ranks on fsdp or tp, a smaller batch, or a larger --memory",
+        hint=f"use {less}, --offload, or a larger --memory",
     )
     failure.smallest_bytes = error.smallest_bytes
     return failure

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.errors import UsageError
 from autoshard.schedules.registry import default_chunks, lookup, tried
 from autoshard.schedules.spec import PipeSize, ScheduleSpec
 
@@ -118,21 +117,15 @@ def pipes_of(
 ) -> list[Pipe]:
     """The pipelines worth trying on so many ranks; schedule, chunks, slices: what is decided already.
 
-    layers: calls of layers; there are no more stages than those. Raises UsageError if nothing is left.
+    layers: calls of layers; there are no more stages than those. [] if nothing is left.
     """
     if ranks == 1:
         return [Pipe()]
     if schedule:
         return [Pipe(ranks, schedule, chunks or default_chunks(schedule), slices=slices)]
-    pipes = [
+    return [
         Pipe(ranks, name, count)
         for name, counts in tried().items()
         for count in counts
         if (chunks is None or count == chunks) and ranks * count <= max(layers, ranks)
     ]
-    if not pipes:
-        raise UsageError(
-            f"no schedule has {chunks} stages per rank on {ranks} pipeline ranks and {layers} layers",
-            hint="leave out --chunks, or name a schedule",
-        )
-    return pipes
