@@ -87,6 +87,13 @@ def test_files_say_what_they_were_written_from(name: str, work: Work, tmp_path: 
             ),
         ),
         (
+            "#!/bin/bash\nTP=2\nexport GBS='64' # sequences\nMICRO=$TP\n"
+            "ARGS=(\n  --tensor-model-parallel-size ${TP}\n  --micro-batch-size $MICRO\n"
+            "  --pipeline-model-parallel-size ${PP:-1}\n)\ntorchrun pretrain.py ${ARGS[@]}",
+            "megatron",
+            ToolConfig(2, replicas=8, micro=2, off=("overlap-grad-reduce", "tp-comm-overlap")),
+        ),
+        (
             "model.tensor_model_parallel_size=4 train.micro_batch_size=2 model.recompute_granularity=full "
             "ddp.use_distributed_optimizer=true ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true "
             "comm_overlap.tp_comm_overlap=true",
@@ -137,6 +144,8 @@ def test_files_that_people_write(text: str, tool: str, wanted: ToolConfig, tmp_p
     [
         ("{", "no tool"),
         ("--tensor-model-parallel-size two", "tensor-model-parallel-size is 'two'"),
+        ("--tensor-model-parallel-size $TP", r"tensor-model-parallel-size is '\$TP'"),
+        ("--tensor-model-parallel-size 1 'x", "No closing quotation"),
         ("--tensor-model-parallel-size 0", "tensor-model-parallel-size is 0"),
         ("--tensor-model-parallel-size 1 --context-parallel-size 2", "cannot be simulated yet"),
         ("[parallelism]\ntensor_parallel_degree = [", "no TOML"),

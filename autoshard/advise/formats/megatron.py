@@ -5,12 +5,10 @@ Sources: Megatron-LM, megatron/training/arguments.py; Megatron Bridge, docs/trai
 
 from __future__ import annotations
 
-import shlex
-
 import yaml
 
 from autoshard.advise.formats.settings import Settings
-from autoshard.advise.formats.values import Table, degree, flat, on, whole
+from autoshard.advise.formats.values import Table, degree, flags, flat, on, whole, words
 from autoshard.advise.tool_config import ToolConfig
 from autoshard.errors import UsageError
 
@@ -115,13 +113,6 @@ def _values(text: str) -> Table:
                 _FLAG_OF.get(key, key.rpartition(".")[2].replace("_", "-")): v
                 for key, v in flat(nested).items()
             }
-    values: dict[str, object] = {}
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        key, equals, value = word.partition("=")
-        if word.startswith("--"):
-            name = key[2:].replace("_", "-")
-            values[name] = value if equals else True if after.startswith("-") else after
-        elif equals and key.lstrip("+") in _FLAG_OF:
-            values[_FLAG_OF[key.lstrip("+")]] = value
-    return values
+    values = {name.replace("_", "-"): value for name, value in flags(text).items()}
+    overrides = (word.lstrip("+").partition("=") for word in words(text))
+    return values | {_FLAG_OF[key]: value for key, _, value in overrides if key in _FLAG_OF}

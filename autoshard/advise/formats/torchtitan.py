@@ -5,13 +5,12 @@ Source: torchtitan, torchtitan/config.
 
 from __future__ import annotations
 
-import shlex
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.advise.formats.settings import Settings
-from autoshard.advise.formats.values import degree, flat, on, whole
+from autoshard.advise.formats.values import degree, flags, flat, on, whole
 from autoshard.advise.tool_config import ToolConfig
 from autoshard.errors import UsageError
 from autoshard.validate.rows import Recomputed
@@ -143,10 +142,4 @@ def _values(text: str) -> dict[str, Any]:
             return flat(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise UsageError("the config is no TOML", why=str(error)) from None
-    values: dict[str, Any] = {}
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        key, equals, value = word.partition("=")
-        if word.startswith("--"):
-            values[key[2:]] = value if equals else True if after.startswith("-") else after
-    return values
+    return flags(text)

@@ -1,13 +1,19 @@
-"""Values out of nested tables that people write."""
+"""Values out of nested tables, and flags out of scripts, that people write."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import UsageError
 
 Table = Mapping[str, Any]
+#: ``NAME=value`` of a shell script, on a line of its own; and what stands for its value: ``$NAME``,
+#: ``${NAME}``, ``${NAME:-default}``
+_SET = re.compile(r"^\s*(?:export\s+)?(\w+)=(['\"]?)([^'\"\n#]*)\2\s*(?:#.*)?$", re.MULTILINE)
+_USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
 
 
 def flat(table: Table, before: str = "") -> dict[str, Any]:
@@ -48,3 +54,33 @@ def on(values: Table, key: str, default: bool = False) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in ("true", "1", "yes", "on")
     return bool(value)
+
+
+def words(text: str) -> list[str]:
+    """Of a shell script, without comments; variables that it sets itself are what it sets them to.
+
+    Raises UsageError where a quotation does not end.
+    """
+    values = {name: value.strip() for name, _, value in _SET.findall(text)}
+
+    def value_of(used: re.Match[str]) -> str:
+        plain, braced, default = used.groups()
+        return values.get(plain or braced, used.group() if default is None else default)
+
+    for _ in range(3):  # variables of variables
+        text = _USED.sub(value_of, text)
+    try:
+        return shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise UsageError("the script cannot be divided into words", why=str(error)) from None
+
+
+def flags(text: str) -> dict[str, Any]:
+    """``--name value``, ``--name=value`` or ``--name``, which is True, of a script."""
+    values: dict[str, Any] = {}
+    every = words(text)
+    for word, after in zip(every, [*every[1:], "--"], strict=True):
+        key, equals, value = word.partition("=")
+        if word.startswith("--"):
+            values[key[2:]] = value if equals else True if after.startswith("-") else after
+    return values
