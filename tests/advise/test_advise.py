@@ -171,8 +171,15 @@ def test_files_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> None
         read_config(path, None)[1].choice(16, BATCH, 8)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "megatron"])
-def test_nothing_in_the_space_is_faster(name: str, work: Work) -> None:
+def test_nothing_in_the_space_is_faster(work: Work) -> None:
+    nothing_is_faster("deepspeed", work)
+
+
+def test_nothing_in_a_space_with_pipelines_is_faster(work: Work) -> None:
+    nothing_is_faster("megatron", work)
+
+
+def nothing_is_faster(name: str, work: Work) -> None:
     tool = replace(tool_named(name), schedules={"1f1b": (1,)})
     small = replace(work, batch=32)
     advice, judge = advise(tool, small), Judge(tool, small)

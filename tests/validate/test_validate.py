@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -442,7 +443,7 @@ def test_reductions_over_two_axes_wait_for_both(tmp_path: Path) -> None:
 
 def test_batches_are_scaled_as_they_would_be_captured() -> None:
     shape = Architecture("llama", 2, 64, 4, 2, 128, 96, 32)
-    scaled = Captures(shape, 32, torch.bfloat16).at(6)
+    scaled = Captures(partial(on_meta, shape, seq=32, dtype=torch.bfloat16)).at(6)
     model, inputs = on_meta(shape, 6, 32)
     own = analyse(capture(model, (), inputs))
     for name, graph in own.folded.segments.items():
