@@ -17,15 +17,13 @@ from autoshard.ir.units import bytes_text
 from autoshard.planner.compiling import compile_analysed, options_on
 from autoshard.planner.length_plans import resized_inputs
 from autoshard.planner.lowering import lower_plan
-from autoshard.planner.planning import Planned, PlanningRequest, Source
+from autoshard.planner.planning import MOST_REPLANS, Planned, PlanningRequest, Source
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
 
-#: how often a plan is made again with less memory, because another length holds more
-_LESS_OFTEN = 2
 _FORM = "write SHORTEST:LONGEST, as in 1:8192, or LENGTH:SHARE,..., as in 512:0.7,4096:0.3"
 
 
@@ -80,7 +78,7 @@ def plan_range(request: PlanningRequest, source: Source, lengths: LengthRange) -
     args, kwargs = resized_inputs((source.args, source.kwargs), lengths.longest)
     longest = replace(source, args=args, kwargs=kwargs)
     asked = request.memory
-    for _ in range(_LESS_OFTEN + 1):
+    for _ in range(MOST_REPLANS + 1):
         request.progress(f"planning for {lengths.longest} tokens")
         planned = request.planned_for_device(longest)
         found = RangePlan(planned, lengths, tuple(_peaks(request, planned, lengths)))

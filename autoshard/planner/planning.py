@@ -41,8 +41,8 @@ from autoshard.simulate.device_memory import DeviceMemory, device_memory
 from autoshard.simulate.peaks import Peaks
 
 Progress = Callable[[str], None]
-#: how often a plan is made again with less memory
-_LESS_OFTEN = 2
+#: how often a plan is made again with less memory, at most
+MOST_REPLANS = 2
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,16 @@ class PlanningRequest:
         grow, it is planned again with less memory, which a warning says, unless ``memory`` was given."""
         analysis, request = source.analysed(self.progress), self
         found = self._on_device(request.planned_from(source, analysis))
-        for _ in range(_LESS_OFTEN):
+        for _ in range(MOST_REPLANS):
             if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
                 break  # as asked for, or it fits
-            request = replace(request, memory=(request.memory or self.memory) - found.device.missing)
+            smaller = replace(request, memory=(request.memory or self.memory) - found.device.missing)
             self.progress("planning with less memory")
             try:
-                found = self._on_device(request.planned_from(source, analysis))
+                found = self._on_device(smaller.planned_from(source, analysis))
             except InfeasibleError:
-                break
+                break  # the plan before stands, and its device says that it does not fit
+            request = smaller
         if request.memory == self.memory:
             return found
         asked, given = bytes_text(self.memory or 0), bytes_text(request.memory or 0)
