@@ -7,7 +7,7 @@ products further or compute more. Before, the bound is the FLOP of the model at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -57,51 +57,51 @@ class _Search:
         self.least = work.flop * work.batch / work.cluster.peak("bf16", work.gpus)
         self.computes: dict[tuple[int, int, str], float] = {}
         self.space = list(choices(tool, work))
+        self.judged: list[Judged] = []
+        self.refused: list[str] = []
 
     def run(self, known: Sequence[ToolConfig]) -> Advice:
-        left = [c for c in self.space if self._state(c) <= self.work.memory]
-        judged: list[Judged] = []
-        why: dict[str, ToolConfig] = {}
-        too_large: list[ToolConfig] = []
-        best = inf
         for choice in known:
-            result = self.judge.of(choice)
-            if not isinstance(result, str):
-                judged.append(result)
-                self._learn(result)
-                best = min(best, result.seconds if result.fits else inf)
-        left = [c for c in left if c not in known]
-        while left and len(judged) + len(why) < MOST:
+            self._simulate(choice)
+        left = [c for c in self.space if c not in known and self._state(c) <= self.work.memory]
+        while left and len(self.judged) + len(self.refused) < MOST:
             # of equal bounds the simplest: fewest stages, then fewest ranks that divide anything
             choice = min(left, key=lambda c: (self.bound(c), c.pipeline, c.tensor, c.chunks, c.shards))
-            if self.bound(choice) >= best:
+            if self.bound(choice) >= self.best:
                 break
             left.remove(choice)
-            if any(_holds_more(choice, other) for other in too_large):
-                continue
-            result = self.judge.of(choice)
-            if isinstance(result, str):
-                why.setdefault(result, choice)
-                continue
-            judged.append(result)
-            self._learn(result)
-            if not result.fits:
-                too_large.append(choice)
-            if result.fits and result.seconds < best:
-                best = result.seconds
-                self.say(f"{choice}: {best:.4g} s")
-        return self._advice(judged, left, why)
+            if not any(_holds_more(choice, j.choice) for j in self.judged if not j.fits):
+                self._simulate(choice)
+        return self._advice(left)
 
-    def _advice(self, judged: list[Judged], left: list[ToolConfig], why: Iterable[str]) -> Advice:
+    @property
+    def best(self) -> float:
+        """Seconds of the fastest that fits."""
+        return min((j.seconds for j in self.judged if j.fits), default=inf)
+
+    def _simulate(self, choice: ToolConfig) -> None:
+        result, before = self.judge.of(choice), self.best
+        if isinstance(result, str):
+            if result not in self.refused:
+                self.refused.append(result)
+            return
+        self.judged.append(result)
+        self._learn(result)
+        if self.best < before:
+            self.say(f"{choice}: {self.best:.4g} s")
+
+    def _advice(self, left: list[ToolConfig]) -> Advice:
+        judged = self.judged
         fitting = sorted((j for j in judged if j.fits), key=lambda j: j.seconds)
         if not fitting:
             least = min(judged, key=lambda j: j.peak, default=None)
+            nothing = "the state of training alone is larger, or no degrees divide the work"
             raise InfeasibleError(
                 f"no configuration of {self.tool.title} fits",
                 where=f"{self.work.target} on {self.work.gpus} devices of {self.work.memory / 2**30:.0f} GiB",
                 why=f"{least.choice} holds {least.peak / 2**30:.1f} GiB"
                 if least
-                else next(iter(why), "the state of training alone is larger, or no degrees divide the work"),
+                else next(iter(self.refused), nothing),
                 hint="more devices, or another global batch",
             )
         bound = min((self.bound(c) for c in left), default=inf)

@@ -63,10 +63,14 @@ class Tool:
         """How its code behaves with the switches of a choice; one without effect is as good as off."""
         base = next(f for f in frameworks() if f.name == self.framework)
         changed = dict(self.behaviour)
-        for name, switch in self.switches.items():
-            if name in choice.off or not switch.matters(choice):
-                changed |= switch.off
+        for name in self.effective(choice).off:
+            changed |= self.switches[name].off
         return replace(base, behaviour=replace(base.behaviour, **changed, name=self.title))
+
+    def effective(self, choice: ToolConfig) -> ToolConfig:
+        """A choice whose switches without effect are off."""
+        off = (n for n, switch in self.switches.items() if n in choice.off or not switch.matters(choice))
+        return replace(choice, off=tuple(off))
 
     def plain(self, choice: ToolConfig) -> ToolConfig:
         """A choice that names no switch without effect."""

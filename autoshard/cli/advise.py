@@ -38,8 +38,6 @@ GlobalBatch = Annotated[
 MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="16GiB", help="bytes per device")]
 #: configurations that are shown beside the best, and changes of one setting
 _SHOWN = 5
-#: sequences of a step where nobody says
-_SEQ = 2048
 
 
 def advise_tool(
@@ -53,7 +51,7 @@ def advise_tool(
     json: bool,
 ) -> None:
     """Print the best configuration of a tool, and write its file."""
-    from autoshard.advise.formats.registry import FORMATS
+    from autoshard.advise.formats.registry import written
     from autoshard.advise.ours import own_plan, own_program
     from autoshard.advise.search import advise
     from autoshard.advise.tools import tool_named
@@ -76,7 +74,7 @@ def advise_tool(
     advice = advise(tool, work, say)
     program = own_program(work, say)
     ours = None if program is None else own_plan(program, work, tool)
-    text = FORMATS[tool.name].write(advice.best.choice, work.batch, work.seq)
+    text = written(tool, advice.best.choice, work.batch, work.seq)
     if out is not None:
         out.write_text(text, encoding="utf-8")
     if json:
@@ -106,7 +104,7 @@ def check_config_command(
     transformers' DistributedConfig as JSON. What the file does not say is an option.
     """
     with reporting(debug):
-        from autoshard.advise.formats.registry import FORMATS, read_config
+        from autoshard.advise.formats.registry import read_config
         from autoshard.advise.judge import Judge
         from autoshard.advise.neighbours import neighbours
         from autoshard.advise.tools import tool_named
@@ -137,8 +135,7 @@ def check_config_command(
             (j for j in changes if j.fits and (j.seconds < judged.seconds or not judged.fits)),
             key=lambda j: j.seconds,
         )
-        write = FORMATS[name].write
-        rows = [(_difference(write, judged, j, work), j) for j in better[:_SHOWN]]
+        rows = [(_difference(kind, judged, j, work), j) for j in better[:_SHOWN]]
         if json:
             document = {"tool": name, "config": _as_json(judged), "ignored": list(settings.ignored)}
             tried = [{"setting": words, **_as_json(j)} for words, j in rows]
@@ -164,13 +161,14 @@ def _work(
 ) -> Work:
     from autoshard.advise.work import work_of
     from autoshard.cluster import load_cluster
+    from autoshard.interop.targets import SEQ
 
     where = load_cluster(cluster or "h100-dgx")
     count = gpus or where.devices
     if count is None:
         raise UsageError("it is not said how many GPUs there are", hint="--gpus N")
     say(f"capturing {target}")
-    return work_of(target, where, count, batch, seq or _SEQ, memory)
+    return work_of(target, where, count, batch, seq or SEQ, memory)
 
 
 def _print_advice(tool: Tool, work: Work, advice: Advice, ours: OwnPlan | None) -> None:
@@ -268,11 +266,13 @@ def _print_rows(rows: Sequence[tuple[str, Judged]], against: float, title: str) 
     print_table(lines)
 
 
-def _difference(write: Any, old: Judged, new: Judged, work: Work) -> str:
+def _difference(tool: Tool, old: Judged, new: Judged, work: Work) -> str:
     """The lines of the tool's own file that are others, or are gone."""
 
+    from autoshard.advise.formats.registry import written
+
     def lines(choice: ToolConfig) -> list[str]:
-        text = write(choice, work.batch, work.seq).splitlines()
+        text = written(tool, choice, work.batch, work.seq).splitlines()
         return [line.strip().rstrip(",") for line in text if line.strip() and not line.startswith("#")]
 
     before, after = lines(old.choice), lines(new.choice)

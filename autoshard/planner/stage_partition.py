@@ -156,7 +156,7 @@ class StagePartition:
             shortest = _shortest(self._trial(*kind) for kind in self._kinds())
         if shortest is None:
             raise self._no_room()
-        return shortest.whole
+        return shortest.total
 
     def spare(self, nbytes: float) -> None:
         """Cut so that at least so many bytes of the budget stay free: what stages hold for a moment inside
@@ -230,7 +230,7 @@ class StagePartition:
 
 
 def _shortest(trials: Iterable[Trial | None]) -> Trial | None:
-    return min((t for t in trials if t is not None), key=lambda t: t.whole, default=None)
+    return min((t for t in trials if t is not None), key=lambda t: t.total, default=None)
 
 
 def partition_stages(

@@ -243,14 +243,14 @@ class Slots:
                 continue
             costs = self.costs(schedule, ends)
             unhidden = bare * _fullest(costs.base)
-            if best is not None and least_makespan(schedule, costs) + unhidden > (1 + _ROUNDING) * best.whole:
+            if best is not None and least_makespan(schedule, costs) + unhidden > (1 + _ROUNDING) * best.total:
                 continue
             rooms = (request.room(schedule.owner.index(rank)) for rank in range(schedule.ranks))
             peaks = peak_bytes(schedule, costs)
             if any(limit is not None and most > limit for most, limit in zip(peaks, rooms, strict=True)):
                 continue
             step = makespan(schedule, costs)
-            if best is None or step + unhidden < best.whole:
+            if best is None or step + unhidden < best.total:
                 best = Trial(schedule, request.chunks, tuple(ends), costs, step, unhidden)
         return best
 
@@ -379,7 +379,7 @@ class Trial:
     bare: float
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.seconds + self.bare
 
 

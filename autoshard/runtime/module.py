@@ -6,7 +6,6 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
-import sys
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -168,12 +167,13 @@ class _NotForAccelerate:
     def __get__(self, module: nn.Module | None, owner: type) -> bool:
         if module is None:
             return False
-        path = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_stack(None)]
-        trainer = any(name.endswith("transformers/trainer.py") for name in path)
+        frames = [frame for frame, _ in traceback.walk_stack(None)]
+        paths = (frame.f_code.co_filename.replace("\\", "/") for frame in frames)
+        trainer = any(path.endswith("transformers/trainer.py") for path in paths)
         which = "the Trainer of transformers" if trainer else "the Accelerator of Accelerate"
         raise UsageError(
             f"{which} is given a model that is parallel already",
-            where=user_line_of(sys._getframe(), ("accelerate", "transformers")),
+            where=user_line_of(frames[0], ("accelerate", "transformers")),
             why="it would wrap it in DistributedDataParallel, and give ranks other batches",
             hint="from autoshard.interop.trainer import Trainer, in place of that of transformers; for a "
             "subclass of it, class Yours(ParallelTrainer, TheSubclass)"

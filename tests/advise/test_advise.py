@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autoshard.advise.formats.registry import FORMATS, read_config
+from autoshard.advise.formats.registry import read_config, written
 from autoshard.advise.judge import Judge, Judged
 from autoshard.advise.neighbours import neighbours
 from autoshard.advise.search import advise
@@ -65,7 +65,7 @@ def test_files_say_what_they_were_written_from(name: str, work: Work, tmp_path: 
     for choice in space:
         for off in {(), *((switch,) for switch in tool.switches)}:
             wanted = tool.plain(replace(choice, off=off))
-            path.write_text(FORMATS[name].write(wanted, work.batch, work.seq))
+            path.write_text(written(tool, wanted, work.batch, work.seq))
             told, settings = read_config(path, None)
             assert told == name
             assert not settings.ignored

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from autoshard.advise.formats.settings import Settings
-from autoshard.advise.formats.values import degree, flat, on, whole
+from autoshard.advise.formats.values import degree, flat, integer, on, refuse
 from autoshard.advise.tool_config import ToolConfig
 from autoshard.errors import UsageError
 
@@ -63,12 +63,8 @@ def read(text: str) -> Settings:
         )
     values = {key.rpartition(".")[2]: value for key, value in flat(loaded).items()}
     tensor = degree(values, "parallelism_config_tp_size")
-    for key in ("parallelism_config_cp_size", "parallelism_config_sp_size"):
-        if degree(values, key) > 1:
-            raise UsageError(
-                f"{key} is {values[key]}", why="it cannot be simulated yet", hint="1, to see the rest"
-            )
-    version = whole(values, "fsdp_version", 1)
+    refuse(values, "parallelism_config_cp_size", "parallelism_config_sp_size")
+    version = integer(values, "fsdp_version", 1)
     strategy = str(values.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
     reshard = values.get("fsdp_reshard_after_forward", True)
     if isinstance(reshard, str) and reshard.lower() not in ("true", "false"):
@@ -81,12 +77,12 @@ def read(text: str) -> Settings:
         ignored.append("fsdp_offload_params: simulated as on the device")
     return Settings(
         tensor=tensor,
-        shards=whole(values, "parallelism_config_dp_shard_size", -1) or -1,
-        replicas=whole(values, "parallelism_config_dp_replicate_size"),
+        shards=integer(values, "parallelism_config_dp_shard_size", -1) or -1,
+        replicas=integer(values, "parallelism_config_dp_replicate_size"),
         zero=(2 if keeps else 3) if fsdp else 0,
-        accumulate=whole(values, "gradient_accumulation_steps"),
-        micro=whole(values, "per_device_train_batch_size"),
+        accumulate=integer(values, "gradient_accumulation_steps"),
+        micro=integer(values, "per_device_train_batch_size"),
         recompute="full" if on(values, "fsdp_activation_checkpointing") else "none",
-        gpus=whole(values, "num_processes"),
+        gpus=integer(values, "num_processes"),
         ignored=tuple(ignored),
     )

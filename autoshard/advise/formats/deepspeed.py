@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from autoshard.advise.formats.settings import Settings
-from autoshard.advise.formats.values import degree, flat, on, whole
+from autoshard.advise.formats.values import flat, integer, json_table, on, refuse
 from autoshard.advise.tool_config import ToolConfig
 from autoshard.errors import UsageError
 
@@ -30,36 +30,25 @@ def recognised(text: str) -> bool:
 
 def read(text: str) -> Settings:
     """Of a JSON file. Raises UsageError for what is not one."""
-    try:
-        loaded = json.loads(text)
-    except ValueError as error:
-        raise UsageError("the config is no JSON", why=str(error)) from None
-    if not isinstance(loaded, dict):
-        raise UsageError("the config is no table of JSON")
-    values = flat(loaded)
-    stage = whole(values, "zero_optimization.stage", 0) or 0
+    values = flat(json_table(text))
+    stage = integer(values, "zero_optimization.stage", 0) or 0
     if not 0 <= stage <= 3:
         raise UsageError(f"zero_optimization.stage is {stage}", hint="0 to 3")
-    if degree(values, "tensor_parallel.autotp_size") > 1:
-        raise UsageError(
-            "tensor_parallel.autotp_size is more than 1",
-            why="it cannot be simulated yet",
-            hint="1, to see the rest",
-        )
+    refuse(values, "tensor_parallel.autotp_size")
     ignored = [
         f"{key}: simulated as on the device"
         for key in ("offload_optimizer", "offload_param")
         if str(values.get(f"zero_optimization.{key}.device", "none")) != "none"
     ]
-    hpz = whole(values, "zero_optimization.zero_hpz_partition_size", 1)
+    hpz = integer(values, "zero_optimization.zero_hpz_partition_size", 1)
     ignored += ["zero_hpz_partition_size: simulated as 1"] if hpz and hpz > 1 else []
     # on unless it is said for stage 3, off for the others
     overlap = on(values, "zero_optimization.overlap_comm", stage == 3)
     return Settings(
         zero=stage,
-        micro=whole(values, "train_micro_batch_size_per_gpu"),
-        accumulate=whole(values, "gradient_accumulation_steps"),
-        batch=whole(values, "train_batch_size"),
+        micro=integer(values, "train_micro_batch_size_per_gpu"),
+        accumulate=integer(values, "gradient_accumulation_steps"),
+        batch=integer(values, "train_batch_size"),
         recompute="full" if on(values, "gradient_checkpointing") else "none",
         off=() if overlap else ("overlap_comm",),
         ignored=tuple(ignored),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import yaml
 
 from autoshard.advise.formats.settings import Settings
-from autoshard.advise.formats.values import Table, degree, flags, flat, on, whole, words
+from autoshard.advise.formats.values import Table, degree, flags, flat, integer, on, refuse, words
 from autoshard.advise.tool_config import ToolConfig
 from autoshard.errors import UsageError
 
@@ -59,16 +59,10 @@ def _flags(choice: ToolConfig, batch: int, seq: int) -> dict[str, int | str | bo
     flags |= {"micro-batch-size": choice.micro, "global-batch-size": batch, "seq-length": seq, "bf16": True}
     if choice.zero:
         flags["use-distributed-optimizer"] = True
-    flags |= {name: True for name in _SWITCHES if name not in choice.off and _useful(name, choice)}
+    flags |= {name: True for name in _SWITCHES if name not in choice.off}
     if choice.recompute == "full":
         flags |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     return flags
-
-
-def _useful(switch: str, choice: ToolConfig) -> bool:
-    if switch == "tp-comm-overlap":
-        return choice.tensor > 1
-    return choice.data > 1 and (choice.zero > 0 or switch == "overlap-grad-reduce")
 
 
 def recognised(text: str) -> bool:
@@ -79,11 +73,7 @@ def read(text: str) -> Settings:
     """Of a script with flags, a file of them, a YAML file, or ``key=value`` overrides of a recipe."""
     values = _values(text)
     tensor, pipeline = (degree(values, f"{kind}-model-parallel-size") for kind in ("tensor", "pipeline"))
-    for key in _NOT_BUILT:
-        if degree(values, key) > 1:
-            raise UsageError(
-                f"{key} is {values[key]}", why="it cannot be simulated yet", hint="1, to see the rest"
-            )
+    refuse(values, *_NOT_BUILT)
     granularity = str(values.get("recompute-granularity") or "none")
     if granularity not in ("none", "selective", "full"):
         raise UsageError(f"recompute-granularity is {granularity!r}", hint="selective or full")
@@ -92,13 +82,13 @@ def read(text: str) -> Settings:
         tensor=tensor,
         pipeline=pipeline,
         chunks=degree(values, "num-virtual-stages-per-pipeline-rank"),
-        layers_per_stage=whole(values, "num-layers-per-virtual-pipeline-stage"),
+        layers_per_stage=integer(values, "num-layers-per-virtual-pipeline-stage"),
         zero=1 if zero else 0,
         micro=degree(values, "micro-batch-size"),
         recompute="full" if granularity == "full" else "none",
         off=tuple(name for name in _SWITCHES if not on(values, name)),
-        batch=whole(values, "global-batch-size"),
-        seq=whole(values, "seq-length"),
+        batch=integer(values, "global-batch-size"),
+        seq=integer(values, "seq-length"),
         ignored=("recompute-granularity selective: flash attention recomputes scores anyhow",)
         if granularity == "selective"
         else (),

@@ -11,6 +11,7 @@ import yaml
 from autoshard.advise.formats import accelerate, deepspeed, megatron, torchtitan, transformers
 from autoshard.advise.formats.settings import Settings
 from autoshard.advise.tool_config import ToolConfig
+from autoshard.advise.tools import Tool
 from autoshard.errors import UsageError
 
 
@@ -31,6 +32,11 @@ FORMATS = {
     "accelerate": Format(accelerate.write, accelerate.read, accelerate.recognised),
     "transformers": Format(transformers.write, transformers.read, transformers.recognised),
 }
+
+
+def written(tool: Tool, choice: ToolConfig, batch: int, seq: int) -> str:
+    """A configuration as the tool's file, for a step of ``batch`` sequences of ``seq`` tokens."""
+    return FORMATS[tool.name].write(tool.effective(choice), batch, seq)
 
 
 def read_config(path: Path, tool: str | None) -> tuple[str, Settings]:

@@ -5,12 +5,13 @@ Source: torchtitan, torchtitan/config.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.advise.formats.settings import Settings
-from autoshard.advise.formats.values import degree, flags, flat, on, whole
+from autoshard.advise.formats.values import degree, flags, flat, integer, on, refuse
 from autoshard.advise.tool_config import ToolConfig
 from autoshard.errors import UsageError
 from autoshard.validate.rows import Recomputed
@@ -27,9 +28,9 @@ def write(choice: ToolConfig, batch: int, seq: int) -> str:
     tables = _tables(choice, batch, seq)
     lines: list[str] = []
     for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     flags = [
-        f"#   --{name}.{key}={value if not isinstance(value, bool) else str(value).lower()}"
+        f"#   --{name}.{key}={str(value).lower() if isinstance(value, bool) else value}"
         for name, table in tables.items()
         for key, value in table.items()
         if name in ("parallelism", "compile") and key != "pipeline_parallel_microbatch_size"
@@ -58,27 +59,16 @@ def _tables(choice: ToolConfig, batch: int, seq: int) -> dict[str, dict[str, Any
         parallelism["pipeline_parallel_schedule"] = _SCHEDULES[choice.schedule]
         parallelism["pipeline_parallel_microbatch_size"] = choice.micro
     mode = {"none": "none", "full": "full", "ops": "selective"}[choice.recompute]
-    compiled = "compile" not in choice.off
     checkpoint = {"mode": mode} | ({"selective_ac_option": "op"} if mode == "selective" else {})
     return {
         "training": {"local_batch_size": local, "global_batch_size": batch, "seq_len": seq},
         "parallelism": parallelism,
         "activation_checkpoint": checkpoint,
         "compile": {
-            "enable": compiled,
-            "enable_async_tensor_parallel": compiled and choice.tensor > 1 and "async-tp" not in choice.off,
+            "enable": "compile" not in choice.off,
+            "enable_async_tensor_parallel": "async-tp" not in choice.off,
         },
     }
-
-
-def _toml(value: Any) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f'"{value}"'
-        if isinstance(value, str)
-        else str(value)
-    )
 
 
 def recognised(text: str) -> bool:
@@ -89,11 +79,7 @@ def read(text: str) -> Settings:
     """Of a TOML file, or of a script with flags."""
     values = _values(text)
     p = {key.removeprefix("parallelism."): value for key, value in values.items()}
-    for key in _NOT_BUILT:
-        if degree(p, key) > 1:
-            raise UsageError(
-                f"{key} is {p[key]}", why="it cannot be simulated yet", hint="1, to see the rest"
-            )
+    refuse(p, *_NOT_BUILT)
     pipeline, replicas = degree(p, "pipeline_parallel_degree"), degree(p, "data_parallel_replicate_degree")
     schedule = str(p.get("pipeline_parallel_schedule", "1F1B"))
     if pipeline > 1 and schedule.lower() not in _SCHEDULE_OF:
@@ -101,7 +87,7 @@ def read(text: str) -> Settings:
             f"pipeline_parallel_schedule is {schedule!r}", hint=f"known: {', '.join(_SCHEDULES.values())}"
         )
     ours = _SCHEDULE_OF.get(schedule.lower(), "1f1b")
-    shards = whole(p, "data_parallel_shard_degree", -1) or -1
+    shards = integer(p, "data_parallel_shard_degree", -1) or -1
     policy = str(p.get("fsdp_reshard_after_forward", "default"))
     keeps = policy == "never" or (policy == "default" and pipeline > 1)
     mode = str(values.get("activation_checkpoint.mode", "selective"))
@@ -115,21 +101,21 @@ def read(text: str) -> Settings:
         else ("async-tp",)
     )
     local = degree(values, "training.local_batch_size")
-    batch = whole(values, "training.global_batch_size", -1) or -1
+    batch = integer(values, "training.global_batch_size", -1) or -1
     return Settings(
         tensor=degree(p, "tensor_parallel_degree"),
         pipeline=pipeline,
         chunks=1 if ours == "1f1b" else 2,
-        layers_per_stage=whole(p, "pipeline_parallel_layers_per_stage"),
+        layers_per_stage=integer(p, "pipeline_parallel_layers_per_stage"),
         schedule=ours,
-        shards=1 if shards == 1 else shards,
+        shards=shards,
         replicas=replicas,
         zero=0 if shards == 1 else 2 if keeps else 3,
         micro=degree(p, "pipeline_parallel_microbatch_size") if pipeline > 1 else local,
         recompute=_MODES[mode],
         off=off,
         batch=None if batch < 1 else batch,
-        seq=whole(values, "training.seq_len"),
+        seq=integer(values, "training.seq_len"),
         ignored=(f"selective_ac_option {option!r}: simulated as 'op'",)
         if mode == "selective" and option != "op"
         else (),

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from autoshard.advise.formats.settings import Settings
-from autoshard.advise.formats.values import degree, on, whole
+from autoshard.advise.formats.values import degree, integer, json_table, on, refuse
 from autoshard.advise.tool_config import ToolConfig
-from autoshard.errors import UsageError
 
 
 def write(choice: ToolConfig, batch: int, seq: int) -> str:
@@ -34,25 +33,16 @@ def recognised(text: str) -> bool:
 
 def read(text: str) -> Settings:
     """Of a JSON file with the fields, or with them under ``distributed_config``."""
-    try:
-        loaded = json.loads(text)
-    except ValueError as error:
-        raise UsageError("the config is no JSON", why=str(error)) from None
-    if not isinstance(loaded, dict):
-        raise UsageError("the config is no table of JSON")
+    loaded = json_table(text)
     values = {**loaded, **loaded.get("distributed_config", {}), **loaded.get("training_arguments", {})}
-    for key in ("pp_size", "ep_size", "cp_size"):
-        if degree(values, key) > 1:
-            raise UsageError(
-                f"{key} is {values[key]}", why="it cannot be simulated yet", hint="1, to see the rest"
-            )
-    shards = whole(values, "fsdp_size", 1) or 1
+    refuse(values, "pp_size", "ep_size", "cp_size")
+    shards = integer(values, "fsdp_size", 1) or 1
     return Settings(
         tensor=degree(values, "tp_size"),
         shards=shards,
         replicas=None if shards > 1 else degree(values, "dp_replicate_size"),
         zero=3 if shards > 1 else 0,
-        micro=whole(values, "per_device_train_batch_size"),
-        accumulate=whole(values, "gradient_accumulation_steps"),
+        micro=integer(values, "per_device_train_batch_size"),
+        accumulate=integer(values, "gradient_accumulation_steps"),
         recompute="full" if on(values, "gradient_checkpointing") else "none",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -28,7 +29,18 @@ def flat(table: Table, before: str = "") -> dict[str, Any]:
     return values
 
 
-def whole(values: Table, key: str, default: int | None = None) -> int | None:
+def json_table(text: str) -> dict[str, Any]:
+    """A JSON object. Raises UsageError for anything else."""
+    try:
+        loaded = json.loads(text)
+    except ValueError as error:
+        raise UsageError("the config is no JSON", why=str(error)) from None
+    if not isinstance(loaded, dict):
+        raise UsageError("the config is no table of JSON")
+    return loaded
+
+
+def integer(values: Table, key: str, default: int | None = None) -> int | None:
     """A number, the default where it is absent, null or "auto". Raises UsageError for anything else."""
     value = values.get(key)
     if value is None or value == "auto":
@@ -41,11 +53,20 @@ def whole(values: Table, key: str, default: int | None = None) -> int | None:
 
 def degree(values: Table, key: str, default: int = 1) -> int:
     """A number of at least 1. Raises UsageError."""
-    value = whole(values, key, default)
+    value = integer(values, key, default)
     assert value is not None
     if value < 1:
         raise UsageError(f"{key} is {value}", hint="a number of at least 1")
     return value
+
+
+def refuse(values: Table, *keys: str) -> None:
+    """Raises UsageError for degrees of these names that would change what is simulated."""
+    for key in keys:
+        if degree(values, key) > 1:
+            raise UsageError(
+                f"{key} is {values[key]}", why="it cannot be simulated yet", hint="1, to see the rest"
+            )
 
 
 def on(values: Table, key: str, default: bool = False) -> bool:
@@ -61,11 +82,12 @@ def words(text: str) -> list[str]:
 
     Raises UsageError where a quotation does not end.
     """
-    values = {name: value.strip() for name, _, value in _SET.findall(text)}
+    values: dict[str, str] = {name: value.strip() for name, _, value in _SET.findall(text)}
 
     def value_of(used: re.Match[str]) -> str:
         plain, braced, default = used.groups()
-        return values.get(plain or braced, used.group() if default is None else default)
+        unset: str = used.group() if default is None else default
+        return values.get(plain or braced, unset)
 
     for _ in range(3):  # variables of variables
         text = _USED.sub(value_of, text)
