@@ -6,6 +6,7 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
+import inspect
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ class _NotForAccelerate:
     def __get__(self, module: nn.Module | None, owner: type) -> bool:
         if module is None:
             return False
-        frames = [frame for frame, _ in traceback.walk_stack(None)]
+        frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
         paths = (frame.f_code.co_filename.replace("\\", "/") for frame in frames)
         trainer = any(path.endswith("transformers/trainer.py") for path in paths)
         which = "the Trainer of transformers" if trainer else "the Accelerator of Accelerate"
