@@ -87,7 +87,8 @@ def _cases() -> list[Case]:
     found += [Case("reduce_scatter", s, (d,), (), torch.int64) for s, d in shapes]
     # in blocks, and unevenly
     for shape in ((3, 8, 5), (3, 8, 0), (0, 8, 5)):
-        found += [Case(k, shape, (1,), (("outer", 2),)) for k in ("all_gather", "reduce_scatter")]
+        for outer in (2, -2):
+            found += [Case(k, shape, (1,), (("outer", outer),)) for k in ("all_gather", "reduce_scatter")]
     for shape in ((3, 10, 5), (3, 10, 0)):
         found += [Case(k, shape, (1,), (("size", 10),)) for k in ("all_gather", "reduce_scatter")]
     for shape in ((4, 8), (4, 8, 0), (0, 4, 8)):
@@ -95,6 +96,8 @@ def _cases() -> list[Case]:
         found.append(Case("all_to_all", shape, (first, first + 1)))
         found.append(Case("all_to_all", shape, (first + 1, first), (("split_outer", 2),)))
         found.append(Case("all_to_all", shape, (first, first + 1), (("concat_outer", 2),)))
+    for name in ("split_outer", "concat_outer"):
+        found.append(Case("all_to_all", (8, 16), (1, 0), ((name, -2),)))
     return found
 
 

@@ -27,16 +27,18 @@ class Family:
         return model, self.inputs()
 
 
-def _tokens(vocab: int, mask: bool = False) -> Callable[[], dict[str, torch.Tensor]]:
+def _tokens(
+    vocab: int, mask: bool = False, batch: int = BATCH, seq: int = SEQ
+) -> Callable[[], dict[str, torch.Tensor]]:
     def make() -> dict[str, torch.Tensor]:
-        ids = torch.randint(3, vocab, (BATCH, SEQ))
-        labels = torch.randint(3, vocab, (BATCH, SEQ))
+        ids = torch.randint(3, vocab, (batch, seq))
+        labels = torch.randint(3, vocab, (batch, seq))
         labels[0, :5] = -100
         found = {"input_ids": ids, "labels": labels}
         if mask:
-            attention = torch.ones(BATCH, SEQ, dtype=torch.int64)
+            attention = torch.ones(batch, seq, dtype=torch.int64)
             attention[1, 9:] = 0
-            attention[5, 4:] = 0
+            attention[-3, 4:] = 0
             found["attention_mask"] = attention
         return found
 
@@ -51,7 +53,12 @@ def _images(classes: int, size: int) -> Callable[[], dict[str, torch.Tensor]]:
 
 
 def _gpt2(
-    dropout: float = 0.0, heads: int = 4, width: int = 32, vocab: int = 97, layers: int = 2
+    dropout: float = 0.0,
+    heads: int = 4,
+    width: int = 32,
+    vocab: int = 97,
+    layers: int = 2,
+    positions: int = 32,
 ) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -61,7 +68,7 @@ def _gpt2(
             n_head=heads,
             n_embd=width,
             vocab_size=vocab,
-            n_positions=32,
+            n_positions=positions,
             resid_pdrop=dropout,
             embd_pdrop=dropout,
             attn_pdrop=dropout,
@@ -106,7 +113,7 @@ def _mixtral() -> nn.Module:
     )
 
 
-def _bert() -> nn.Module:
+def _bert(positions: int = 32) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
@@ -116,7 +123,7 @@ def _bert() -> nn.Module:
             hidden_size=32,
             intermediate_size=72,
             vocab_size=101,
-            max_position_embeddings=32,
+            max_position_embeddings=positions,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
@@ -180,11 +187,20 @@ DEEP: tuple[Family, ...] = (
     Family("gpt2-dropout", lambda: _gpt2(layers=4, dropout=0.1), _tokens(97)),
 )
 
+#: whose sequence is worth dividing, with fewer key-value heads than ranks
+LONG: tuple[Family, ...] = (
+    Family("llama-long", _llama, _tokens(96, batch=2, seq=512)),
+    Family("llama-long-padded", _llama, _tokens(96, mask=True, batch=3, seq=512)),
+    Family("mixtral-long", _mixtral, _tokens(96, batch=2, seq=512)),
+    Family("bert-long", lambda: _bert(512), _tokens(101, batch=2, seq=512)),
+    Family("gpt2-long", lambda: _gpt2(positions=512), _tokens(97, batch=2, seq=512)),
+)
+
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=4")
 
 
 def family(name: str) -> Family:
-    return next(f for f in (*FAMILIES, *DEEP) if f.name == name)
+    return next(f for f in (*FAMILIES, *DEEP, *LONG) if f.name == name)
 
 
 def dropout_gpt2() -> tuple[nn.Module, dict[str, Any]]:

@@ -685,6 +685,15 @@ def _attention(m: Make) -> Iterator[OpSample]:
             yield OpSample("autoshard.sdpa_backward.default", args)
 
 
+def _attention_of_rows(m: Make) -> Iterator[OpSample]:
+    for rows, start, zigzag in ((2, 2, False), (4, 2, True), (8, 0, True)):
+        q, k, v = m.real(4, 3, rows, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
+        yield OpSample("autoshard.sdpa_rows.default", (q, k, v, 0.5, start, zigzag))
+        out, lse = torch.ops.autoshard.sdpa_rows(q, k, v, 0.5, start, zigzag)
+        args = (torch.randn_like(out), q, k, v, out, lse, 0.5, start, zigzag)
+        yield OpSample("autoshard.sdpa_rows_backward.default", args)
+
+
 def _attention_of_the_last(m: Make) -> Iterator[OpSample]:
     for positions, channels in ((2, 4), (6, 4), (5, 6)):
         q, k, v = m.real(4, 3, positions, 4), m.real(4, 3, 6, 4), m.real(4, 3, 6, channels)
@@ -726,6 +735,7 @@ FAMILIES: tuple[Callable[[Make], Iterator[OpSample]], ...] = (
     _creations,
     _attention,
     _experts,
+    _attention_of_rows,
     _attention_of_the_last,
 )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard.errors import UsageError
-
 
 @dataclass(frozen=True)
 class AxisMeaning:
@@ -14,8 +12,9 @@ class AxisMeaning:
 
     splits_batch: inputs arrive split over it. splits_batch_inside, splits_layers: ops may split their batch,
     or their other dims, over it. stores_sharded, may_store_sharded: trained parameters must, or may, be
-    stored split over it. divides_experts: it is as wide as experts are to be divided, other sizes of it are
-    other ways to run them.
+    stored split over it. divides_sequence: a sequence may be split over it in a zigzag, which gives causal
+    attention the same work on all its ranks, and not otherwise. divides_experts: it is as wide as experts are
+    to be divided, other sizes of it are other ways to run them.
     """
 
     name: str
@@ -27,10 +26,12 @@ class AxisMeaning:
     may_store_sharded: bool
     divides_products: bool = False
     divides_experts: bool = False
+    divides_sequence: bool = False
 
     @property
     def is_free(self) -> bool:
-        return self == FREE
+        """Whether it does what the search finds cheapest with anything in a layer."""
+        return self in (FREE, CP)
 
     def allows(self, is_batch: bool) -> bool:
         """Whether ops may split the batch (or, if not is_batch, any other dim) over the axis."""
@@ -78,6 +79,16 @@ TP = AxisMeaning(
     may_store_sharded=True,
     divides_products=True,
 )
+CP = AxisMeaning(
+    "cp",
+    "shards the sequence",
+    splits_batch=False,
+    splits_batch_inside=False,
+    splits_layers=True,
+    stores_sharded=False,
+    may_store_sharded=True,
+    divides_sequence=True,
+)
 PP = AxisMeaning(
     "pp",
     "divides the model into pipeline stages",
@@ -97,22 +108,9 @@ FREE = AxisMeaning(
     may_store_sharded=True,
 )
 
-#: name -> (what it would mean, what to use until then)
-_NOT_BUILT: Mapping[str, tuple[str, str]] = {
-    "cp": (
-        "context parallelism",
-        "tp=N, or a free axis such as seq=N, which the search may lay on the sequence",
-    ),
-}
-
-
-_RESERVED: Mapping[str, AxisMeaning] = {meaning.name: meaning for meaning in (DP, FSDP, EP, TP, PP)}
+_RESERVED: Mapping[str, AxisMeaning] = {meaning.name: meaning for meaning in (DP, FSDP, EP, TP, CP, PP)}
 
 
 def meaning_of(name: str) -> AxisMeaning:
     """The meaning of an axis called ``name``; a name that is not reserved is free."""
-    if name in _NOT_BUILT:
-        what, instead = _NOT_BUILT[name]
-        why = f"{name} means {what}, and this meaning is not built yet"
-        raise UsageError(f"axis {name!r} cannot be used", why=why, hint=f"use {instead}")
     return _RESERVED.get(name, FREE)

@@ -42,7 +42,7 @@ def _alone(layout: Layout, axis: int) -> bool:
     mine = layout[axis]
     assert isinstance(mine, Shard)
     return not any(
-        isinstance(p, Shard) and p.dim == mine.dim and p.outer == mine.outer for p in layout[axis + 1 :]
+        isinstance(p, Shard) and p.dim == mine.dim and p.blocks == mine.blocks for p in layout[axis + 1 :]
     )
 
 
@@ -50,9 +50,9 @@ def _middle(shape: Sequence[int], layout: Layout, axis: int, sizes: Sequence[int
     """Elements of the part that this axis splits, on a rank, before the split."""
     mine = layout[axis]
     assert isinstance(mine, Shard)
-    middle = shape[mine.dim] // (mine.outer * mine.inner)
+    middle = shape[mine.dim] // (mine.blocks * mine.inner)
     for p, ways in zip(layout[:axis], sizes, strict=False):
-        if isinstance(p, Shard) and p.dim == mine.dim and p.outer == mine.outer:
+        if isinstance(p, Shard) and p.dim == mine.dim and p.blocks == mine.blocks:
             middle = -(-middle // ways)
     return middle
 
@@ -259,4 +259,4 @@ class ReshardCost:
 
 def _is_copied(placement: Placement) -> bool:
     """Whether what a collective takes or gives lies otherwise in memory than the tensor does."""
-    return isinstance(placement, Shard) and (placement.dim > 0 or placement.outer > 1 or placement.inner > 1)
+    return isinstance(placement, Shard) and (placement.dim > 0 or placement.outer != 1 or placement.inner > 1)

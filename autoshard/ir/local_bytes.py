@@ -25,7 +25,7 @@ def held_numel(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> in
     # no dim is split twice, which the search asks for very often
     held = list(shape)
     for placed, ways in shards:
-        block = placed.outer * placed.inner
+        block = placed.blocks * placed.inner
         held[placed.dim] = block * -(-(held[placed.dim] // block) // ways)
     return prod(held)
 

@@ -8,6 +8,10 @@ flattened and fused dims need: ``[batch, seq, h] -> [batch*seq, h]`` with a shar
 are whole multiples of inner).
 
 Uneven middles are split like ``torch.chunk``: all shards have ceil(n/t) elements but the last ones.
+
+``outer=-2k`` is a zigzag: 2k blocks, in every second of which the ranks come in reverse order. Of a sequence
+in two halves, rank r of n has part r of the first and part n-1-r of the second, so that causal attention
+gives all ranks the same work (head-tail order; Llama 3, section 3.3.2). Its middle is even.
 """
 
 from __future__ import annotations
@@ -42,8 +46,15 @@ class Shard:
     def __hash__(self) -> int:
         return self.dim + 31 * self.outer + 8191 * self.inner
 
+    @property
+    def blocks(self) -> int:
+        """Outer blocks, whichever way round the ranks come in them."""
+        return abs(self.outer)
+
     def __str__(self) -> str:
-        extra = f",outer={self.outer}" if self.outer != 1 else ""
+        extra = (
+            f",outer={self.outer}" if self.outer > 1 else f",zigzag={-self.outer}" if self.outer < 0 else ""
+        )
         extra += f",inner={self.inner}" if self.inner != 1 else ""
         return f"S({self.dim}{extra})"
 
@@ -78,18 +89,18 @@ def shard_of_digit(size: int, dim: int, outer: int, middle: int, axis_size: int)
 
     None means that some rank would hold nothing, or that the part does not exist.
     """
-    if size % (outer * middle) or middle < 2:
+    if size % (outer * middle) or middle < 2 or (outer < 0 and outer % 2):
         return None
     if middle % axis_size == 0:
         return Shard(dim, outer, 1)
-    if middle < axis_size or chunk(middle, axis_size, axis_size - 1)[1] <= 0:
+    if outer < 0 or middle < axis_size or chunk(middle, axis_size, axis_size - 1)[1] <= 0:
         return None
     return Shard(dim, outer, size // (outer * middle))
 
 
 def is_even(size: int, shard: Shard, axis_size: int) -> bool:
     """True if every rank of the axis holds the same number of elements."""
-    return (size // (shard.outer * shard.inner)) % axis_size == 0
+    return (size // (shard.blocks * shard.inner)) % axis_size == 0
 
 
 def dims_compatible(size: int, shards: Sequence[tuple[Shard, int]]) -> bool:
@@ -97,17 +108,23 @@ def dims_compatible(size: int, shards: Sequence[tuple[Shard, int]]) -> bool:
 
     Either they split the same part (then the later is nested in the earlier), or parts that do not
     overlap. All but the last in mesh order split evenly, and the last only unevenly if it is also the
-    innermost.
+    innermost. A zigzag keeps pairs of blocks.
     """
     if len(shards) == 1:
         (only, ways) = shards[0]
-        middle, rest = divmod(size, only.outer * only.inner)
-        return not rest and (middle % ways == 0 or chunk(middle, ways, ways - 1)[1] > 0)
+        middle, rest = divmod(size, only.blocks * only.inner)
+        return (
+            not rest
+            and (only.outer > 0 or middle % ways == 0)
+            and (middle % ways == 0 or chunk(middle, ways, ways - 1)[1] > 0)
+        )
     local = size
     taken: list[tuple[int, int]] = []  # (outer, ways) so far, ways multiplied for nested ones
+    if any(s.outer < 0 for s, _ in shards) and not _paired(shards):
+        return False
     for position, (shard, ways) in enumerate(shards):
         known = dict(taken)
-        if not _apart(shard.outer, ways, known):
+        if not _apart(shard.blocks, ways, known):
             return False
         block = local_outer(shard, taken) * shard.inner
         if local % block:
@@ -115,12 +132,23 @@ def dims_compatible(size: int, shards: Sequence[tuple[Shard, int]]) -> bool:
         middle = local // block
         if middle % ways:
             last = position == len(shards) - 1
-            innermost = all(outer <= shard.outer for outer in known)
+            innermost = shard.outer > 0 and all(outer <= shard.outer for outer in known)
             return last and innermost and chunk(middle, ways, ways - 1)[1] > 0
         local //= ways
-        known[shard.outer] = known.get(shard.outer, 1) * ways
+        known[shard.blocks] = known.get(shard.blocks, 1) * ways
         taken = list(known.items())
     return True
+
+
+def _paired(shards: Sequence[tuple[Shard, int]]) -> bool:
+    """Whether what axes further outside leave together always holds pairs of a zigzag's blocks."""
+
+    def fits(zigzag: Shard) -> bool:
+        outside = [(other.blocks, ways) for other, ways in shards if other.blocks < zigzag.blocks]
+        pieces = max((n for n, _ in outside), default=1) * prod(ways for _, ways in outside)
+        return zigzag.outer % (2 * pieces) == 0
+
+    return all(fits(s) for s, _ in shards if s.outer < 0)
 
 
 def _apart(outer: int, ways: int, taken: Mapping[int, int]) -> bool:
@@ -134,10 +162,10 @@ def _apart(outer: int, ways: int, taken: Mapping[int, int]) -> bool:
 
 
 def local_outer(shard: Shard, taken: Sequence[tuple[int, int]]) -> int:
-    """Number of outer blocks left on a rank after the earlier axes ``(outer, ways)`` were applied."""
-    result = shard.outer
+    """Number of outer blocks left on a rank after the earlier axes ``(blocks, ways)`` were applied."""
+    result = shard.blocks
     for outer, ways in taken:
-        if outer < shard.outer:
+        if outer < shard.blocks:
             result //= ways
     return result
 
@@ -145,7 +173,7 @@ def local_outer(shard: Shard, taken: Sequence[tuple[int, int]]) -> int:
 def local_extent(size: int, shards: Sequence[tuple[Shard, int, int]]) -> tuple[int, int]:
     """(offset, elements) of a dim on one rank; shards are (placement, axis size, coordinate).
 
-    The offset is the global index of the first element held.
+    The offset is the global index of the first element held; of a zigzag, in its first block.
     """
     local, offset = size, 0
     taken: list[tuple[int, int]] = []
@@ -154,10 +182,10 @@ def local_extent(size: int, shards: Sequence[tuple[Shard, int, int]]) -> tuple[i
         middle = local // (outer * shard.inner)
         start, length = chunk(middle, ways, coordinate)
         # an earlier axis that split a part further inside left out elements between those held
-        stride = prod(w for o, w in taken if o > shard.outer)
+        stride = prod(w for o, w in taken if o > shard.blocks)
         offset += start * shard.inner * stride
         local = outer * length * shard.inner
-        taken.append((shard.outer, ways))
+        taken.append((shard.blocks, ways))
     return offset, local
 
 
@@ -193,7 +221,7 @@ def layout_ok(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> boo
     return True
 
 
-_SHARD = re.compile(r"^S\((\d{1,9})(?:,outer=(\d{1,15}))?(?:,inner=(\d{1,15}))?\)$")
+_SHARD = re.compile(r"^S\((\d{1,9})(?:,(?:outer=(\d{1,15})|zigzag=(\d{1,15})))?(?:,inner=(\d{1,15}))?\)$")
 REDUCTIONS = ("sum", "max", "lse")
 
 
@@ -203,7 +231,8 @@ def parse_placement(text: str) -> Placement:
         return R
     match = _SHARD.match(text)
     if match:
-        return Shard(int(match.group(1)), int(match.group(2) or 1), int(match.group(3) or 1))
+        dim, outer, zigzag, inner = (int(g) if g else 1 for g in match.groups())
+        return Shard(dim, outer if match.group(3) is None else -zigzag, inner)
     for reduce in REDUCTIONS:
         if text == str(Partial(reduce)):
             return Partial(reduce)

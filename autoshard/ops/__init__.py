@@ -13,10 +13,11 @@ from autoshard.kernels import (
     vocab_ce,
     vocab_embedding,
 )
-from autoshard.ops import attention, ctc, dropout, experts, loss, recurrent, scatter, total
+from autoshard.ops import attention, attention_rows, ctc, dropout, experts, loss, recurrent, scatter, total
 
 __all__ = [
     "attention",
+    "attention_rows",
     "bucket",
     "ctc",
     "dropout",

@@ -1,8 +1,5 @@
 """Attention as one op: softmax(q k^T * scale + mask) v with its log-sum-exp, and its gradient.
 
-``sdpa_tail`` is causal attention of the last positions of a sequence: its queries are the last s of the t
-positions of keys and values, as they are where a sequence is worked on slice by slice.
-
 All tensors are [batch, heads, positions, channels]. The output lies in memory as [batch, positions,
 heads, channels], as torch's own kernels leave it, so that joining the heads again is free.
 """
@@ -15,7 +12,7 @@ import torch
 
 from autoshard.torch_adapters.op_library import define
 
-_Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
@@ -24,7 +21,7 @@ def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tenso
     return like.new_empty((b, s, h, channels.shape[3])).transpose(1, 2)
 
 
-def _settled(x: torch.Tensor) -> torch.Tensor:
+def settled(x: torch.Tensor) -> torch.Tensor:
     """The same values in the memory order [b, s, h, d]; free if they lie like that already."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -69,7 +66,7 @@ def sdpa_math(
     scores = _scores(q, k, mask, causal, scale)
     lse = torch.logsumexp(scores, -1)
     out = _weights(scores, lse) @ v.to(scores.dtype)
-    return _settled(out.to(q.dtype)), lse
+    return settled(out.to(q.dtype)), lse
 
 
 def sdpa_math_backward(
@@ -82,7 +79,7 @@ def sdpa_math_backward(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
-) -> _Triple:
+) -> Gradients:
     """Gradients of q, k, v, written out."""
     scores = _scores(q, k, mask, causal, scale)
     weights, wide = _weights(scores, lse.to(scores.dtype)), scores.dtype
@@ -93,7 +90,7 @@ def sdpa_math_backward(
     inner *= weights
     grad_q = (inner @ k.to(wide)) * scale
     grad_k = (inner.transpose(-1, -2) @ q.to(wide)) * scale
-    return _settled(grad_q.to(q.dtype)), _settled(grad_k.to(k.dtype)), _settled(grad_v.to(v.dtype))
+    return settled(grad_q.to(q.dtype)), settled(grad_k.to(k.dtype)), settled(grad_v.to(v.dtype))
 
 
 def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -113,7 +110,7 @@ def _sdpa_cpu(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
-    return _settled(out), lse.contiguous()
+    return settled(out), lse.contiguous()
 
 
 def _sdpa_backward_cpu(
@@ -126,13 +123,13 @@ def _sdpa_backward_cpu(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
-) -> _Triple:
+) -> Gradients:
     if not _cpu_kernel_fits(q, k, v, mask):
         return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
-    return _settled(grads[0]), _settled(grads[1]), _settled(grads[2])
+    return settled(grads[0]), settled(grads[1]), settled(grads[2])
 
 
 def _flash_fits(
@@ -181,13 +178,13 @@ def _sdpa_cuda(
     q, k, v = _dense(q), _dense(k), _dense(v)
     if _flash_fits(q, k, v, mask, causal):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return _settled(found[0]), found[1][..., : q.shape[2]].contiguous()
+        return settled(found[0]), found[1][..., : q.shape[2]].contiguous()
     if not _efficient_fits(q, k, v):
         return sdpa_math(q, k, v, mask, causal, scale)
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned_bias(q, k, mask), True, 0.0, causal, scale=scale
     )
-    return _settled(out), lse[..., : q.shape[2]].contiguous()
+    return settled(out), lse[..., : q.shape[2]].contiguous()
 
 
 def _sdpa_backward_cuda(
@@ -200,7 +197,7 @@ def _sdpa_backward_cuda(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
-) -> _Triple:
+) -> Gradients:
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
     state = torch.zeros((2,), dtype=torch.int64, device=q.device)  # of the random numbers: none are drawn
     if _flash_fits(q, k, v, mask, causal):
@@ -241,16 +238,16 @@ def _sdpa_backward_cuda(
         )
     else:
         return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
-    return _settled(grads[0]), _settled(grads[1]), _settled(grads[2])
+    return settled(grads[0]), settled(grads[1]), settled(grads[2])
 
 
-def _fake(
+def fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _by_positions(q, q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
 
 
-def _fake_backward(
+def fake_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -260,7 +257,7 @@ def _fake_backward(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
-) -> _Triple:
+) -> Gradients:
     return _by_positions(q, q, q), _by_positions(k, k, k), _by_positions(v, v, v)
 
 
@@ -283,7 +280,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, grad_lse: object) -> tuple[An
 define(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
     _sdpa_cpu,
-    _fake,
+    fake,
     cuda=_sdpa_cuda,
     backward=_backward,
     save=_save,
@@ -292,67 +289,6 @@ define(
     "sdpa_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
     "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     _sdpa_backward_cpu,
-    _fake_backward,
+    fake_backward,
     cuda=_sdpa_backward_cuda,
-)
-
-
-def _tail_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Which of the t keys each of the last s positions may look at [s, t] (True: attend)."""
-    s, t = q.shape[2], k.shape[2]
-    return torch.ones((s, t), dtype=torch.bool, device=q.device).tril_(t - s)
-
-
-def sdpa_tail(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], s <= t -> (out [b, h, s, e], log-sum-exp [b, h, s])."""
-    found: tuple[torch.Tensor, torch.Tensor]
-    found = torch.ops.autoshard.sdpa(q, k, v, _tail_mask(q, k), False, scale)
-    return found
-
-
-def sdpa_tail_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> _Triple:
-    """Gradients of q, k, v of `sdpa_tail`; those of k and v are what these queries add to them."""
-    mask = _tail_mask(q, k)
-    found: _Triple = torch.ops.autoshard.sdpa_backward(grad, q, k, v, out, lse, mask, False, scale)
-    return found
-
-
-def _fake_tail(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake(q, k, v, None, True, scale)
-
-
-def _fake_tail_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> _Triple:
-    return _fake_backward(grad, q, k, v, out, lse, None, True, scale)
-
-
-define(
-    "sdpa_tail(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
-    sdpa_tail,
-    _fake_tail,
-)
-define(
-    "sdpa_tail_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale) "
-    "-> (Tensor, Tensor, Tensor)",
-    sdpa_tail_backward,
-    _fake_tail_backward,
 )

@@ -27,16 +27,14 @@ from autoshard.ir import (
     TensorType,
 )
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart
-from autoshard.ir.placement import Layout, Partial, Placement, R, Shard
+from autoshard.ir.placement import Layout, Placement, Shard, parse_placement
 from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
-_PLACED = re.compile(r"^(\w+):(R|P(?:\((\w+)\))?|S\((\d+)(?:,outer=(\d+))?(?:,inner=(\d+))?\))$")
 _PART = re.compile(
     r"^(gather|count|forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?(?:_s([1-9]\d{0,4}))?$"
 )
 _BEFORE = ("gather", "count", "forward")
-_REDUCES = ("sum", "max", "lse")
 _PORTS = ("param", "buffer", "input", "tangent", "const")
 #: more than any real program has; a hostile text must not exhaust the parser
 MAX_TEXT = 64 * 1024 * 1024
@@ -66,21 +64,18 @@ def parse_type(text: str, names: Sequence[str], node: ast.AST | None = None) -> 
 
 
 def _placement(word: str, axis: str, shape: tuple[int, ...], node: ast.AST | None) -> Placement:
-    match = _PLACED.match(word)
-    if not match or match.group(1) != axis:
+    name, _, text = word.partition(":")
+    try:
+        placed = parse_placement(text)
+    except ValueError:
         _fail(f"{word!r} is not a placement on axis {axis}", node)
-    if match.group(2) == "R":
-        return R
-    if match.group(2).startswith("P"):
-        reduce = match.group(3) or "sum"
-        if reduce not in _REDUCES:
-            _fail(f"unknown reduction {reduce!r}", node)
-        return Partial(reduce)
-    dim, outer, inner = (int(g) if g else 1 for g in match.group(4, 5, 6))
-    dim = int(match.group(4))
-    if dim >= len(shape) or outer < 1 or inner < 1 or shape[dim] % (outer * inner):
-        _fail(f"{word!r} does not fit shape {list(shape)}", node)
-    return Shard(dim, outer, inner)
+    if name != axis:
+        _fail(f"{word!r} is not a placement on axis {axis}", node)
+    if isinstance(placed, Shard):
+        parts, paired = placed.blocks * placed.inner, placed.outer > 0 or placed.outer % 2 == 0
+        if placed.dim >= len(shape) or not parts or shape[placed.dim] % parts or not paired:
+            _fail(f"{word!r} does not fit shape {list(shape)}", node)
+    return placed
 
 
 class _Reader:
@@ -133,7 +128,7 @@ class _Reader:
         parts = (value,) if isinstance(value, str) else value
         if not isinstance(parts, tuple) or not parts or parts[0] not in self.names:
             _fail("a symbol names an axis that the mesh lacks", node)
-        if not all(isinstance(p, int) and p > 0 for p in parts[1:]) or len(parts) not in (1, 3):
+        if not all(isinstance(p, int) and p != 0 for p in parts[1:]) or len(parts) not in (1, 3):
             _fail("a symbol has a wrong split", node)
         return ShardOf(*parts)
 

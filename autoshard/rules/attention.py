@@ -1,12 +1,18 @@
-"""Attention as one op: split by batch and heads, and by query rows where no causal mask needs offsets."""
+"""Attention as one op: split by batch, heads and query rows; causal attention by rows in a zigzag.
+
+A rank with rows of a causal sequence runs ``sdpa_rows``, which is told where they begin.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
 from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
+from autoshard.rules.local import LocalCall
 
 
 def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, causal: bool):  # type: ignore[no-untyped-def]
@@ -15,13 +21,14 @@ def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, cau
     build = Builder()
     b, h, s = build.new(q.shape[0]), build.new(q.shape[1]), build.new(q.shape[2])
     t, d, e = build.new(k.shape[2]), build.new(q.shape[3]), build.new(v.shape[3])
-    fixed = {f for x in (t, d, e) for f in x} | (set(s) if causal else set())
+    turned = frozenset(s) if causal and mask is None and q.shape[2] == k.shape[2] else frozenset()
+    fixed = {f for x in (t, d, e) for f in x} | (set(s) if causal and not turned else set())
     full: list[Dim] = [b, h, s, t]
     mask_dims: Dims = ()
     if mask is not None:
         lead = 4 - len(mask.shape)
         mask_dims = tuple(full[lead + i] if n != 1 else () for i, n in enumerate(mask.shape))
-    return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), mask_dims, fixed
+    return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), mask_dims, fixed, turned
 
 
 def flops(q: TensorType, k: TensorType, v: TensorType, causal: bool) -> float:
@@ -35,18 +42,36 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
     """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], optional mask -> (out [b, h, s, e], lse [b, h, s])."""
     causal = bool(node.args[4])
     mask = ins[3] if len(ins) > 3 else None
-    build, q, k, v, out, lse, mask_dims, fixed = _laid(node, ins[:3], mask, causal)
+    build, q, k, v, out, lse, mask_dims, fixed, turned = _laid(node, ins[:3], mask, causal)
     inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
     flop = flops(ins[0], ins[1], ins[2], causal)
-    sizes, whole = tuple(build.sizes), frozenset(fixed)
-    return Factored(sizes, inputs, (out, lse), whole, kind="matmul", flops=flop, kernel="attention")
+    return Factored(
+        tuple(build.sizes),
+        inputs,
+        (out, lse),
+        frozenset(fixed),
+        kind="matmul",
+        flops=flop,
+        local=partial(_rows, scale=5) if turned else None,
+        zigzag=turned,
+        kernel="attention",
+    )
+
+
+def _rows(call: LocalCall, scale: int) -> Node:
+    """Attention of the rows that a rank has; scale: which argument that is. Keys are whole."""
+    if not call.in_split(0, 2):
+        return call.node
+    tensors = call.node.args[: scale - 2]
+    args = (*tensors, call.node.args[scale], call.in_offset(0, 2), True)
+    return replace(call.node, op=call.node.op.replace("sdpa", "sdpa_rows"), args=args)
 
 
 def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad, q, k, v, out, lse, optional mask -> gradients of q, k, v."""
     causal = bool(node.args[7])
     mask = ins[6] if len(ins) > 6 else None
-    build, q, k, v, out, lse, mask_dims, fixed = _laid(node, ins[1:4], mask, causal)
+    build, q, k, v, out, lse, mask_dims, fixed, turned = _laid(node, ins[1:4], mask, causal)
     inputs = (out, q, k, v, out, lse) if mask is None else (out, q, k, v, out, lse, mask_dims)
     flop = 2.5 * flops(ins[1], ins[2], ins[3], causal)
     reduce = tuple((f, "sum") for f in q[2])
@@ -59,38 +84,39 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
         ((0,),),
         "matmul",
         flop,
+        local=partial(_rows, scale=8) if turned else None,
+        zigzag=turned,
         kernel="attention_backward",
     )
 
 
-def _tail_flops(q: TensorType, k: TensorType, v: TensorType) -> float:
-    """Each of the last s of t positions looks at t - s / 2 of them."""
+def _rows_flops(node: Node, q: TensorType, k: TensorType, v: TensorType) -> float:
+    """Each of the last s of t positions looks at t - s / 2 of them; in a zigzag, at half of them."""
     s, t = q.shape[2], k.shape[2]
-    return flops(q, k, v, False) * (1 - s / (2 * t)) if t else 0.0
+    seen = 1 - s / (2 * t) if "tail" in node.op and t else 0.5
+    return flops(q, k, v, False) * seen
 
 
-def sdpa_tail(node: Node, ins: Sequence[TensorType]) -> Factored:
+def sdpa_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
     """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e] -> (out [b, h, s, e], lse [b, h, s])."""
-    build, q, k, v, out, lse, _, fixed = _laid(node, ins, None, True)
-    flop = _tail_flops(*ins)
-    sizes, whole = tuple(build.sizes), frozenset(fixed)
+    build, q, k, v, out, lse, _, fixed, _ = _laid(node, ins, None, True)
+    sizes, whole = tuple(build.sizes), frozenset((*fixed, *q[2]))
+    flop = _rows_flops(node, *ins)
     return Factored(sizes, (q, k, v), (out, lse), whole, kind="matmul", flops=flop, kernel="attention")
 
 
-def sdpa_tail_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+def sdpa_rows_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad, q, k, v, out, lse -> gradients of q, k, v."""
-    build, q, k, v, out, lse, _, fixed = _laid(node, ins[1:4], None, True)
-    flop = 2.5 * _tail_flops(*ins[1:4])
-    inputs = (out, q, k, v, out, lse)
+    build, q, k, v, out, lse, _, fixed, _ = _laid(node, ins[1:4], None, True)
     return Factored(
         tuple(build.sizes),
-        inputs,
+        (out, q, k, v, out, lse),
         (q, k, v),
-        frozenset(fixed),
+        frozenset((*fixed, *q[2])),
         (),
         ((0,),),
         "matmul",
-        flop,
+        2.5 * _rows_flops(node, *ins[1:4]),
         kernel="attention_backward",
     )
 
@@ -99,7 +125,9 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "autoshard.sdpa.default": sdpa,
         "autoshard.sdpa_backward.default": sdpa_backward,
-        "autoshard.sdpa_tail.default": sdpa_tail,
-        "autoshard.sdpa_tail_backward.default": sdpa_tail_backward,
+        "autoshard.sdpa_rows.default": sdpa_rows,
+        "autoshard.sdpa_rows_backward.default": sdpa_rows_backward,
+        "autoshard.sdpa_tail.default": sdpa_rows,
+        "autoshard.sdpa_tail_backward.default": sdpa_rows_backward,
     }
 )

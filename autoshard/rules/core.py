@@ -52,6 +52,7 @@ class Factored:
     local: how the call is rewritten to run on shards; None: as it stands.
     contiguous: factors that may only be split into contiguous ranges, since the call on a shard is
         told its offset.
+    zigzag: factors that may only be split in a zigzag, which gives all ranks the same work.
     exchange: pairs (rows, owners) of factors that one axis may split at once: each row is worked on by
         the rank that holds its owner, so that ``local`` must send rows there and results back.
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
@@ -68,6 +69,7 @@ class Factored:
     flops: float = 0.0
     local: Localizer | None = None
     contiguous: frozenset[int] = frozenset()
+    zigzag: frozenset[int] = frozenset()
     exchange: tuple[tuple[int, int], ...] = ()
     kernel: Kernel = ""
 
@@ -84,7 +86,22 @@ class Factored:
     def division(self) -> tuple[object, ...]:
         """All that says how the call may be divided; without what it costs and how it is then run."""
         both = self.reduce, self.linear
-        return self.sizes, self.inputs, self.outputs, self.fixed, *both, self.contiguous, self.exchange
+        return (
+            self.sizes,
+            self.inputs,
+            self.outputs,
+            self.fixed,
+            *both,
+            self.contiguous,
+            self.zigzag,
+            self.exchange,
+        )
+
+    def may_split(self, factor: int, outer: int) -> bool:
+        """Whether a factor may be split that is seen as ``outer`` blocks (`ir.placement.Shard`)."""
+        if factor in self.zigzag:
+            return outer < 0
+        return factor not in self.contiguous or outer == 1
 
     def shardable(self) -> tuple[int, ...]:
         """Factors that may be split over an axis."""
@@ -117,6 +134,7 @@ class Factored:
             fixed=frozenset(number[f] for f in self.fixed if f in number),
             reduce=tuple((number[f], how) for f, how in self.reduce if f in number),
             contiguous=frozenset(number[f] for f in self.contiguous if f in number),
+            zigzag=frozenset(number[f] for f in self.zigzag if f in number),
             exchange=tuple((number[a], number[b]) for a, b in self.exchange if a in number and b in number),
         )
 

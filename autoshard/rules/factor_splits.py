@@ -51,11 +51,14 @@ class DigitTable:
 
     values: (segment, value, dim) -> digits of that dim (ports under their class, see `Flow`).
     factors: (segment, node number) -> per factor its digits. batch: the classes that are the batch.
+    zigzag: those that are a sequence split in a zigzag; causal: those that are the same sequences as a whole.
     """
 
     values: dict[DimKey, tuple[Digit, ...]]
     factors: dict[tuple[str, int], tuple[tuple[Digit, ...], ...]]
     batch: frozenset[int]
+    zigzag: frozenset[int] = frozenset()
+    causal: frozenset[int] = frozenset()
 
 
 class _Analysis:
@@ -94,6 +97,9 @@ class _Analysis:
         rule = self.rules[segment, number]
         tensors = _tensors(node, rule)
         found: list[dict[Part, None]] = [{(1, n): None} for n in rule.sizes]
+        for factor in rule.zigzag:
+            if rule.sizes[factor] % 2 == 0:
+                found[factor][-2, rule.sizes[factor] // 2] = None
         for value, dims in tensors:
             for dim, factors in enumerate(dims):
                 for part in self.parts.get((segment, value, dim), ()):
@@ -122,7 +128,8 @@ def _into_factor(part: Part, factors: Iterable[int], sizes: tuple[int, ...]) -> 
     above = 1
     for factor in factors:
         inside = outer % above == 0 and (above * sizes[factor]) % (outer * size) == 0
-        if outer >= above and inside:
+        inside = inside and (outer > 0 or outer // above % 2 == 0)
+        if abs(outer) >= above and inside:
             return factor, (outer // above, size)
         above *= sizes[factor]
     return None
@@ -205,4 +212,12 @@ def _table(work: _Analysis) -> DigitTable:
         port = group.first
         if port.kind == "input" and port.target in work.folded.joint.batch_inputs and port.type.shape[0] > 1:
             batch.add(number_of((*key, 0, (1, port.type.shape[0]))))
-    return DigitTable(values, factors_of, frozenset(batch))
+    causal: set[int] = set()
+    zigzag: set[int] = set()
+    for place, rule in work.rules.items():
+        for factor in rule.zigzag:
+            for outer, _, cls in factors_of[place][factor]:
+                (zigzag if outer < 0 else causal).add(cls)
+    return DigitTable(
+        values, factors_of, frozenset(batch), frozenset(zigzag), frozenset(causal if zigzag else ())
+    )

@@ -154,7 +154,7 @@ def _axis_states(
         for factor in rule.shardable():
             # smaller parts first: where two parts give the same placement, the split cuts them both
             for digit in sorted(digits[factor], key=lambda d: (d[1], d[0])):
-                if factor in rule.contiguous and digit[0] > 1:
+                if not rule.may_split(factor, digit[0]):
                     continue
                 state = split_state(rule, ins, outs, factor, digit, ways)
                 if state is not None:

@@ -41,8 +41,8 @@ def unit_of(size: int, all_splits: Iterable[Splits], moves: Iterable[tuple[int, 
     for splits in all_splits:
         local = size
         for (placed, ways), outer in zip(splits, _outers(splits), strict=True):
-            run, rest = divmod(local, max(1, outer * ways))
-            if rest or outer < 1 or run % placed.inner:
+            run, rest = divmod(local, max(1, abs(outer) * ways))
+            if rest or not outer or run % placed.inner:
                 return 1
             unit, local = gcd(unit, run), local // ways
     for elements, parts in moves:
@@ -79,15 +79,16 @@ def local_size(size: int, splits: Splits) -> int:
 
 
 def _outers(splits: Splits) -> Iterator[int]:
-    """Per split, the blocks that it cuts: those of its own that axes further outside left."""
+    """Per split, the blocks that it cuts: those of its own that axes further outside left; negative for those
+    of a zigzag."""
     done: list[tuple[int, int]] = []
     for placed, ways in splits:
-        outer = placed.outer
+        outer = placed.blocks
         for other, split in done:
-            if other < placed.outer:
+            if other < placed.blocks:
                 outer //= split
-        yield outer
-        done.append((placed.outer, ways))
+        yield outer if placed.outer > 0 else -outer
+        done.append((placed.blocks, ways))
 
 
 @lru_cache(maxsize=1024)
@@ -105,8 +106,12 @@ def held(size: int, splits: Splits, at: tuple[int, ...]) -> NDArray[np.int64]:
 
 def cut(index: NDArray[np.int64], outer: int, inner: int, ways: int, coordinate: int) -> NDArray[np.int64]:
     """Part ``coordinate`` of ``ways`` of the middle of (outer, middle, inner), cut as torch.chunk does."""
-    if outer < 1 or len(index) % (outer * inner):
+    if not outer or len(index) % (abs(outer) * inner):
         return np.empty(0, dtype=np.int64)
+    if outer < 0:
+        turned = index.reshape(-outer, ways, -1).copy() if not len(index) % (outer * ways) else index[:0]
+        turned[1::2] = turned[1::2, ::-1]
+        return turned[:, coordinate].reshape(-1) if len(turned) else turned
     blocks = index.reshape(outer, -1, inner)
     step = -(-blocks.shape[1] // ways)
     return blocks[:, coordinate * step : (coordinate + 1) * step].reshape(-1)
@@ -114,8 +119,12 @@ def cut(index: NDArray[np.int64], outer: int, inner: int, ways: int, coordinate:
 
 def join(parts: Sequence[NDArray[np.int64]], outer: int) -> NDArray[np.int64]:
     """The whole of parts of the middle, in order of their coordinates; empty if they do not fit together."""
-    if outer < 1 or any(len(p) % outer for p in parts):
+    if not outer or any(len(p) % outer for p in parts):
         return np.empty(0, dtype=np.int64)
+    blocks = np.stack([p.reshape(abs(outer), -1) for p in parts], axis=1) if outer < 0 else None
+    if blocks is not None:
+        blocks[1::2] = blocks[1::2, ::-1]
+        return blocks.reshape(-1)
     return np.concatenate([p.reshape(outer, -1) for p in parts], axis=1).reshape(-1)
 
 

@@ -136,10 +136,10 @@ def _same_elements(
 def _parts(kind: str, dim: int, where: tuple[Arg, ...], ways: int) -> int:
     """The parts that a collective cuts what a rank has of a dim into, or joins it by."""
     if kind == "all_gather":
-        return int(where[1])
+        return abs(int(where[1]))
     if kind in ("slice", "reduce_scatter"):
-        return int(where[1] * where[2] * ways)
-    return int(where[2] * ways if dim == where[0] else where[3])
+        return abs(int(where[1])) * int(where[2]) * ways
+    return abs(int(where[2]) * ways if dim == where[0] else int(where[3]))
 
 
 def _given(

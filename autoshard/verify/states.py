@@ -112,7 +112,7 @@ def readings(
     digits = dict.fromkeys(_digits(rule, ins, outs, given, made))
     free = set(rule.shardable())
     for factor, digit in digits:
-        if factor in free and not (factor in rule.contiguous and digit[0] > 1):
+        if factor in free and rule.may_split(factor, digit[0]):
             state = split_state(rule, ins, outs, factor, digit, ways)
             if state is not None:
                 yield state
@@ -137,15 +137,16 @@ def _digits(
     for dims, type_, placed in laid:
         if dims is None or type_ is None or not isinstance(placed, Shard):
             continue
-        middle = type_.shape[placed.dim] // (placed.outer * placed.inner)
+        middle = type_.shape[placed.dim] // (placed.blocks * placed.inner)
         above = 1
         for factor in dims[placed.dim]:
             size = rule.sizes[factor]
             outer = placed.outer // above
-            if placed.outer % above == 0 and size % outer == 0 and outer < size:
+            paired = outer > 0 or outer % 2 == 0
+            if paired and placed.outer % above == 0 and size % outer == 0 and abs(outer) < size:
                 # an even split does not say how long the part is: the longest is divided if any is
-                yield factor, (outer, size // outer, 0)
-                if size % (outer * middle) == 0:
+                yield factor, (outer, size // abs(outer), 0)
+                if outer > 0 and size % (outer * middle) == 0:
                     yield factor, (outer, middle, 0)
             above *= size
 

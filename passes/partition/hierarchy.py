@@ -161,7 +161,7 @@ class _Refiner:
             )
             for k in ends
         }
-        return len(shapes) == 1 and own.inner == 1
+        return len(shapes) == 1 and own.inner == 1 and own.outer > 0
 
     def symbols(self, arg: Arg) -> Arg:
         """An argument whose symbols name the new axes."""
@@ -174,8 +174,8 @@ class _Refiner:
     def _shards(self, shard: ShardOf) -> list[ShardOf]:
         if shard.axis != self.axis:
             return [shard]
-        if shard.inner != 1:
-            raise CannotRefineError(f"a dim is split unevenly over {self.axis}")
+        if shard.inner != 1 or shard.outer < 0:
+            raise CannotRefineError(f"a dim is split unevenly or in a zigzag over {self.axis}")
         return [ShardOf(name, shard.outer, shard.inner) for name in self.names]
 
 

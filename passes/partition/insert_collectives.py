@@ -109,13 +109,13 @@ def _digit(mesh: MeshShape, type_: TensorType, layout: Layout, axis: int) -> tup
     others = [k for k in range(len(layout)) if k != axis]
     rest = MeshShape(tuple(mesh.names[k] for k in others), tuple(mesh.sizes[k] for k in others))
     size = symbolic_extent(type_.shape[placed.dim], tuple(layout[k] for k in others), placed.dim, rest)
-    outer = placed.outer
+    outer = placed.blocks
     for k in others:
         other = layout[k]
-        if isinstance(other, Shard) and other.dim == placed.dim and other.outer < placed.outer:
+        if isinstance(other, Shard) and other.dim == placed.dim and other.blocks < placed.blocks:
             outer //= mesh.sizes[k]
     even = isinstance(size, int) and (size // (outer * placed.inner)) % mesh.sizes[axis] == 0
-    return placed.dim, outer, placed.inner, None if even else size
+    return placed.dim, outer if placed.outer > 0 else -outer, placed.inner, None if even else size
 
 
 class _Inserter:

@@ -180,7 +180,7 @@ class _Segment:
 
     def _fits(self, node: Node, rank: int) -> bool:
         """Whether a collective moves equal chunks of rows over an axis that has rings."""
-        even = set(dict(node.kwargs)) <= {"outer"}
+        even = set(dict(node.kwargs)) <= {"outer"} and node.kwarg("outer", 1) > 0
         return even and node.args[1] not in self.how.without and node.args[2] < rank - 1
 
     def _views(self, name: str, type_: TensorType) -> list[str]:

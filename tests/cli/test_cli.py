@@ -297,7 +297,6 @@ def test_a_log_of_steps(invoke: Invoke, place: Path) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------
 
 BAD = {
-    "axis not built": (2, "t:mlp --mesh cp=2", "context"),
     "axis without size": (2, "t:mlp --mesh dp", "is not an axis"),
     "no mesh": (2, "t:mlp", "--mesh dp=2,tp=2"),
     "mesh and gpus": (2, "t:mlp --mesh dp=2 --gpus 2", "leave one out"),
@@ -387,7 +386,7 @@ def test_a_world_of_the_wrong_size(invoke: Invoke, program: str, monkeypatch: py
 
 def test_debug_shows_where_an_error_comes_from(invoke: Invoke) -> None:
     with pytest.raises(autoshard.UsageError):
-        invoke("plan", "t:mlp", "--mesh", "cp=2", "--debug")
+        invoke("plan", "t:mlp", "--mesh", "dp=two", "--debug")
 
 
 # -- four processes -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from autoshard.ir.placement import (
     layout_ok,
     local_extent,
     local_shape,
+    parse_placement,
     shard_of_digit,
     shards_of_dim,
 )
@@ -50,6 +51,8 @@ def splits(draw: st.DrawFn) -> tuple[int, list[tuple[Shard, int]]]:
     for _ in range(draw(st.integers(1, 3))):
         outer = draw(st.sampled_from(divisors(size)))
         inner = draw(st.sampled_from([1, 1, *divisors(size // outer)]))
+        if outer % 2 == 0 and draw(st.booleans()):
+            outer, inner = -outer, 1
         found.append((Shard(0, outer, inner), draw(st.integers(1, 4))))
     return size, found
 
@@ -67,6 +70,7 @@ def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, tuple[int, ...]]:
             continue
         outer = draw(st.sampled_from(divisors(shape[dim])))
         middle = draw(st.sampled_from(divisors(shape[dim] // outer)))
+        outer = draw(st.sampled_from([outer, -outer]))
         layout.append(shard_of_digit(shape[dim], dim, outer, middle, ways) or R)
     return shape, tuple(layout), sizes
 
@@ -161,6 +165,9 @@ def test_pairs_of_even_splits_go_together_if_their_parts_do_not_overlap(size: in
         (12, [(Shard(0, outer=5), 2)]),
         (12, [(Shard(0, inner=5), 2)]),
         (16, [(Shard(0), 2), (Shard(0), 2), (Shard(0, outer=2), 2)]),
+        (12, [(Shard(0, outer=-2), 4)]),  # a zigzag is even
+        (16, [(Shard(0), 2), (Shard(0, outer=-2), 2)]),  # and keeps pairs of blocks
+        (16, [(Shard(0, outer=-2), 2), (Shard(0), 2)]),
     ],
 )
 def test_incompatible_splits(size: int, shards: list[tuple[Shard, int]]) -> None:
@@ -175,6 +182,8 @@ def test_incompatible_splits(size: int, shards: list[tuple[Shard, int]]) -> None
         (12, [(Shard(0), 2), (Shard(0, outer=4), 3)], (1, 2), (8, 2)),
         (20, [(Shard(0, inner=4), 3)], (2,), (16, 4)),
         (16, [(Shard(0, outer=4), 2), (Shard(0, outer=4), 2)], (1, 0), (2, 4)),
+        (16, [(Shard(0, outer=-2), 4)], (1,), (2, 4)),  # 2 3 | 12 13
+        (32, [(Shard(0), 2), (Shard(0, outer=-4), 4)], (1, 1), (18, 4)),  # of the second half
     ],
 )
 def test_extent_of_strided_shards(
@@ -183,6 +192,15 @@ def test_extent_of_strided_shards(
     assert local_extent(size, [(s, w, c) for (s, w), c in zip(shards, coords, strict=True)]) == extent
     part = held(size, shards)[every_rank(tuple(w for _, w in shards)).index(coords)]
     assert (int(part[0]), len(part)) == extent
+
+
+def test_a_zigzag_gives_all_ranks_the_same_causal_work() -> None:
+    parts = held(48, [(Shard(0, outer=-2), 4)])
+    assert parts[1].tolist() == [*range(6, 12), *range(36, 42)]
+    assert len({int((part + 1).sum()) for part in parts}) == 1
+    assert str(Shard(1, outer=-2)) == "S(1,zigzag=2)" and parse_placement("S(1,zigzag=2)") == Shard(
+        1, outer=-2
+    )
 
 
 @given(st.sampled_from(SIZES), st.data())
@@ -215,6 +233,7 @@ def test_digits_give_shards_that_keep_the_part_whole(size: int, data: st.DataObj
 def test_parts_join_to_the_whole(size: int, ways: int, data: st.DataObject) -> None:
     outer = data.draw(st.sampled_from(divisors(size)))
     middle = data.draw(st.sampled_from(divisors(size // outer)))
+    outer = data.draw(st.sampled_from([outer, -outer]))
     x = torch.arange(3 * size * 2).view(3, size, 2)
     shard = shard_of_digit(size, 1, outer, middle, ways)
     assume(shard is not None)

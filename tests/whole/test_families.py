@@ -26,7 +26,11 @@ from autoshard.verify.static import verify_static
 #: meshes on which a step is so many microbatches
 PIECES = (("fsdp=4", 2), ("dp=2,tp=2", 4))
 #: on processes as well, beside every family on every one of the others
-TRAINED = (*sampled([*product([f.name for f in FAMILIES], MESHES)], 6), ("mixtral", "fsdp=2,ep=2"))
+TRAINED = (
+    *sampled([*product([f.name for f in FAMILIES], MESHES)], 6),
+    ("mixtral", "fsdp=2,ep=2"),
+    ("llama-long", "cp=4"),
+)
 MORE = ("tp=2", "tp=3", "dp=2,fsdp=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "x=4", "dp=1")
 CASES = [
     (each.name, mesh, cluster)
@@ -61,7 +65,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     folder = tmp_path_factory.mktemp("gloo")
     cases = []
     for name, mesh in TRAINED:
-        save_program(program(name, mesh), folder / f"{name}-{mesh}")
+        cluster = "h100-dgx" if "cp" in mesh else "cpu-gloo"
+        save_program(program(name, mesh, cluster), folder / f"{name}-{mesh}")
         case = {"family": name, "mesh": mesh, "program": str(folder / f"{name}-{mesh}"), "steps_of": "call"}
         cases.append(case)
     cases += [_in_pieces(folder, mesh, pieces) for mesh, pieces in PIECES]

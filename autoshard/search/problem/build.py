@@ -83,7 +83,7 @@ class _Builder:
         self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
         self.variables: list[Variable] = []
         self.entries: list[Entry] = []
-        self.splits = tuple((m.allows(False), m.allows(True)) for m in axes.meanings)
+        self.splits = tuple((m.allows(False), m.allows(True), m.divides_sequence) for m in axes.meanings)
         self.index: dict[object, int] = {}
         self.others: dict[int, list[NodeVar | ValueVar]] = {}
         self.counts = model.folded.counts()
@@ -231,7 +231,14 @@ class _Builder:
         return number
 
     def _allowed(self, axis: int, classes: frozenset[int]) -> bool:
-        return self.meanings[axis].allows(bool(classes & self.model.digits.batch))
+        return self._meaning_allows(self.meanings[axis], classes)
+
+    def _meaning_allows(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
+        """Whether an axis of this meaning may split what belongs to these classes."""
+        digits = self.model.digits
+        if classes & (digits.causal if meaning.divides_sequence else digits.zigzag):
+            return False
+        return meaning.allows(bool(classes & digits.batch))
 
     def _must_divide(self, name: str, rule: Factored) -> list[bool]:
         """Per axis, whether a call has to be divided over it where that is possible."""
@@ -336,14 +343,14 @@ class _Builder:
             for dim in range(len(type_.shape)) if axes[axis] and size > 1 else ():
                 for outer, part, cls in self.model.digits.values.get((*place, dim), ()):
                     placed = shard_of_digit(type_.shape[dim], dim, outer, part, size)
-                    if placed is not None and not (plain and (placed.outer > 1 or placed.inner > 1)):
+                    if placed is not None and not (plain and (placed.outer != 1 or placed.inner > 1)):
                         factors[placed] = factors.get(placed, frozenset()) | {cls}
             meaning = meanings[axis]
             per_axis.append([R, *(p for p, c in factors.items() if self._layout_allowed(meaning, c))])
         return [c for c in product(*per_axis) if layout_ok(type_.shape, c, sizes)]
 
     def _layout_allowed(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
-        return meaning.stores_sharded or meaning.allows(bool(classes & self.model.digits.batch))
+        return meaning.stores_sharded or self._meaning_allows(meaning, classes)
 
     def _port(self, group: PortClass) -> None:
         kind = group.first.kind
@@ -427,7 +434,7 @@ class _Builder:
         for layout in self._layouts(place, type_, axes, mesh.mesh_sizes, mesh.mesh_meanings):
             shards = [p for p in layout if isinstance(p, Shard)]
             fused = [p for p in shards if p.outer > 1]
-            if any(p.inner > 1 for p in shards):
+            if any(p.inner > 1 or p.outer < 0 for p in shards):
                 continue
             if fused and (len({p.dim for p in shards}) < len(shards)):
                 continue

@@ -58,14 +58,19 @@ class Kinds:
                     if type_ is not None and (name, value) not in dims:
                         dims[name, value] = batch_dims(digits, (name, value), type_)
                 grow = tuple([t is not None and dims[name, v] > 0 for v, t in values])
-                # which class a part belongs to makes no difference beyond whether it holds the batch
+                # of the class of a part only this matters: whether it is the batch, or a causal sequence
                 parts = tuple(
                     [
-                        tuple([(above, own, cls in digits.batch) for above, own, cls in factor])
+                        tuple(
+                            [
+                                (above, own, cls in digits.batch, cls in digits.causal)
+                                for above, own, cls in factor
+                            ]
+                        )
                         for factor in digits.factors[name, number]
                     ]
                 )
-                grows = any(held for factor in parts for _, _, held in factor)
+                grows = any(held for factor in parts for _, _, held, _ in factor)
                 turned = (False, False)
                 if rule.kernel == "product":
                     left, right = refs[-2:]

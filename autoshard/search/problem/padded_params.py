@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.ir.flow import PortClass
-from autoshard.rules.factor_splits import DigitTable
 from autoshard.rules.states import Digit
 from autoshard.search.problem.problem import Model
 
@@ -32,7 +31,7 @@ def padded_model(model: Model, ways: int) -> Model:
     for key in changed:
         rows = classes[key].first.type.shape[0]
         values[*key, 0] = _whole(values.get((*key, 0), ()), rows)
-    digits = DigitTable(values, model.digits.factors, model.digits.batch)
+    digits = replace(model.digits, values=values)
     return replace(model, flow=replace(model.flow, classes=classes), digits=digits, ways={})
 
 

@@ -9,10 +9,10 @@ from math import isfinite
 import numpy as np
 
 from autoshard.cost.recipe import Recipe, added_bytes
-from autoshard.cost.reshard import Share
+from autoshard.cost.reshard import ReshardTable, Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
-from autoshard.ir.placement import Layout, Shard, is_even
+from autoshard.ir.placement import Layout, R, Shard, is_even
 from autoshard.search.problem.cost_terms import Bytes, Time
 from autoshard.search.problem.decisions import ParamState
 from autoshard.search.problem.exposed_collectives import bare_gather, gather_copies, is_reduced, reduce_copies
@@ -69,12 +69,16 @@ def strategies_of(
     sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.traffic
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
-        row = table.seconds[table.index[s]]
         for u, on_mesh, whole in used:
-            once = row.item(table.index[on_mesh])
+            ways = table
+            if not _direct(table, s, on_mesh):
+                # the program goes by no layout that is neither how it is stored nor how it is used
+                ways = prices.params.reshard.table(type_, [s, on_mesh], share)
+            row = ways.seconds[ways.index[s]]
+            once = row.item(ways.index[on_mesh])
             if not isfinite(once):
                 continue
-            bare = bare_gather(s, on_mesh, row, table, meanings)
+            bare = bare_gather(s, on_mesh, row, ways, meanings)
             # what travels alone is copied if its own layouts need it, which the table has
             copies = gather_copies(own, whole, bandwidth) if whole > own and share.other < 1 else 0.0
             sums_up = trained and (whole > own or is_reduced(on_mesh, sizes, meanings))
@@ -109,6 +113,17 @@ def strategies_of(
         bytes_[Bytes("sums")] = np.array(sums)
         times[Time("sum")] = count * np.array(adding)
     return ParamStrategies(tuple(states), times, bytes_)
+
+
+def _direct(table: ReshardTable, stored: Layout, used: Layout) -> bool:
+    """Whether the cheapest way between two layouts has no placement on any axis that neither has."""
+    at, goal = table.index[stored], table.index[used]
+    while at != goal and isfinite(table.seconds.item(at, goal)):
+        at = table.hop.item(at, goal)
+        between = zip(table.layouts[at], stored, used, strict=True)
+        if any(p not in (s, u, R) for p, s, u in between):
+            return False
+    return True
 
 
 def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:

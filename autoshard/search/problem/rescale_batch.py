@@ -77,7 +77,7 @@ class _Scaling:
         digits = self.model.digits
         values = {k: self._digits(d) for k, d in digits.values.items()}
         factors = {k: tuple(self._digits(d) for d in per) for k, per in digits.factors.items()}
-        return DigitTable(values, factors, digits.batch)
+        return replace(digits, values=values, factors=factors)
 
     def _digits(self, digits: Sequence[Digit]) -> tuple[Digit, ...]:
         """Parts of one dim: those that hold the batch grow, those inside it move."""

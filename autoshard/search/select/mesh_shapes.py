@@ -48,11 +48,11 @@ class MeshShapes:
 
     def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
         """Meshes whose data ranks divide the batch, or the microbatch that is asked for; of the others, with
-        the rest as a free axis ``seq``.
+        the rest as an axis ``cp``.
 
         More ranks than sequences only help if something other than the batch is divided, too.
         """
-        if self.request.batch is None or len(meshes) == 1:
+        if len(meshes) == 1:
             return list(meshes)
         rows = {s: s.batches[0] if len(s.batches) == 1 else self.total for s in meshes}
         usable = [s for s in meshes if rows[s] % data_ways(s.mesh) == 0]
@@ -65,7 +65,7 @@ class MeshShapes:
             if staged.ranks == 1 and len(data) == 1 and ways < data[0].size:
                 rest = [a for a in mesh.axes if not a.meaning.splits_batch]
                 split = [Axis(data[0].name, ways)] if ways > 1 else []
-                axes = (*split, Axis("seq", data[0].size // ways), *rest)
+                axes = (*split, Axis("cp", data[0].size // ways), *rest)
                 usable.append(replace(staged, mesh=Mesh(axes)))
         # without a data axis it does not matter which one there was
         return list(dict.fromkeys(usable)) or list(meshes)
