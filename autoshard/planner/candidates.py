@@ -99,12 +99,26 @@ def candidate_meshes(
         if ranks > max(1, layers):
             continue
         pipes = _pipes(ranks, layers, options)
-        for mesh in inner_candidates(machine, world // ranks, ranks) if pipes else ():
+        inner = inner_candidates(machine, world // ranks, ranks) if pipes else ()
+        for mesh in (m for each in inner for m in (each, *_with_context(each, ranks, total))):
             if (*given, total)[0] % data_ways(mesh) == 0:
                 candidates.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, options)))
     if options.schedule and not candidates:
         raise _no_pipeline(world, layers, (*given, total)[0], options)
     return candidates
+
+
+def _with_context(mesh: Mesh, ranks: int, total: int) -> list[Mesh]:
+    """The mesh with a part of its data ranks as ``cp``, where the pipeline has fewer microbatches than ranks:
+    as many, and twice as many."""
+    data = [a for a in mesh.axes if a.meaning.splits_batch]
+    if len(data) != 1 or mesh.axes[0] != data[0]:
+        return []
+    (axis,), rest = data, mesh.axes[1:]
+    least = -(-axis.size * ranks // total)
+    ways = [n for n in (least, 2 * least) if n > 1 and axis.size % n == 0]
+    split = [(Axis(axis.name, axis.size // n),) if axis.size > n else () for n in ways]
+    return [Mesh((*kept, Axis("cp", n), *rest)) for n, kept in zip(ways, split, strict=True)]
 
 
 def _no_pipeline(world: int, layers: int, rows: int, options: PlanOptions) -> UsageError:

@@ -236,9 +236,9 @@ class _Builder:
     def _meaning_allows(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
         """Whether an axis of this meaning may split what belongs to these classes."""
         digits = self.model.digits
-        if classes & (digits.causal if meaning.divides_sequence else digits.zigzag):
-            return False
-        return meaning.allows(bool(classes & digits.batch))
+        if meaning.divides_sequence and digits.zigzag:
+            return bool(classes & (digits.zigzag | digits.heads)) and not classes & digits.causal
+        return not classes & digits.zigzag and meaning.allows(bool(classes & digits.batch))
 
     def _must_divide(self, name: str, rule: Factored) -> list[bool]:
         """Per axis, whether a call has to be divided over it where that is possible."""
@@ -350,7 +350,8 @@ class _Builder:
         return [c for c in product(*per_axis) if layout_ok(type_.shape, c, sizes)]
 
     def _layout_allowed(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
-        return meaning.stores_sharded or self._meaning_allows(meaning, classes)
+        anyhow = meaning.stores_sharded or meaning.divides_sequence
+        return anyhow or self._meaning_allows(meaning, classes)
 
     def _port(self, group: PortClass) -> None:
         kind = group.first.kind

@@ -58,19 +58,19 @@ class Kinds:
                     if type_ is not None and (name, value) not in dims:
                         dims[name, value] = batch_dims(digits, (name, value), type_)
                 grow = tuple([t is not None and dims[name, v] > 0 for v, t in values])
-                # of the class of a part only this matters: whether it is the batch, or a causal sequence
+                # of the class of a part only this matters: whether it is the batch, a causal sequence, heads
                 parts = tuple(
                     [
                         tuple(
                             [
-                                (above, own, cls in digits.batch, cls in digits.causal)
+                                (above, own, *(cls in c for c in (digits.batch, digits.causal, digits.heads)))
                                 for above, own, cls in factor
                             ]
                         )
                         for factor in digits.factors[name, number]
                     ]
                 )
-                grows = any(held for factor in parts for _, _, held, _ in factor)
+                grows = any(held for factor in parts for _, _, held, *_ in factor)
                 turned = (False, False)
                 if rule.kernel == "product":
                     left, right = refs[-2:]

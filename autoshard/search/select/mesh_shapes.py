@@ -48,7 +48,7 @@ class MeshShapes:
 
     def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
         """Meshes whose data ranks divide the batch, or the microbatch that is asked for; of the others, with
-        the rest as an axis ``cp``.
+        the rest as an axis for the sequence: ``cp`` if attention is causal, else a free one.
 
         More ranks than sequences only help if something other than the batch is divided, too.
         """
@@ -65,7 +65,8 @@ class MeshShapes:
             if staged.ranks == 1 and len(data) == 1 and ways < data[0].size:
                 rest = [a for a in mesh.axes if not a.meaning.splits_batch]
                 split = [Axis(data[0].name, ways)] if ways > 1 else []
-                axes = (*split, Axis("cp", data[0].size // ways), *rest)
+                name = "cp" if self.problems.model.digits.zigzag else "seq"
+                axes = (*split, Axis(name, data[0].size // ways), *rest)
                 usable.append(replace(staged, mesh=Mesh(axes)))
         # without a data axis it does not matter which one there was
         return list(dict.fromkeys(usable)) or list(meshes)
