@@ -25,7 +25,7 @@ from autoshard.search.problem.problem_prices import Prices
 from autoshard.search.problem.rescale_batch import with_batch
 from autoshard.search.problem.search_axes import plain_axes
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.choose import Rejected, choose
+from autoshard.search.select.choose import Rejected, Searches, choose
 from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import data_ways
 from autoshard.search.solve.formulate import formulate, layer_calls
@@ -175,6 +175,29 @@ def test_a_problem_is_posed_once() -> None:
     mesh = Mesh.parse("fsdp=4")
     assert poses.of(mesh, BATCH) is poses.of(mesh, BATCH)
     assert poses.of(mesh, BATCH) is not poses.of(mesh, BATCH // 2)
+
+
+def test_searches_that_differ_in_memory_share_problems() -> None:
+    model, machine, searches = analysed("llama").model, load_cluster("h100-dgx"), Searches()
+    meshes = [Mesh.parse(m) for m in ("fsdp=4", "fsdp=2,tp=2")]
+
+    def searched(searches: Searches, budget: int | None) -> tuple[CandidateSolution, list[str]]:
+        said: list[str] = []
+        request = SearchRequest(batch=BATCH, budget=budget)
+        return choose(model, meshes, machine, request, said.append, None, searches), said
+
+    first, said = searched(searches, None)
+    again, less = searched(searches, 400_000)
+    alone, _ = searched(Searches(), 400_000)
+    assert any(text.startswith("searching") for text in said)
+    assert not any(text.startswith("searching") for text in less)
+    assert first.placements.bytes > 400_000 >= again.placements.bytes
+    assert again.configuration == alone.configuration
+    assert again.placements.seconds == pytest.approx(alone.placements.seconds, rel=1e-9)
+    _, other = searched(searches, 400_000)
+    assert other == less
+    batched = choose(model, meshes, machine, SearchRequest(batch=2 * BATCH), said.append, None, searches)
+    assert batched.configuration.batch * batched.configuration.microbatches == 2 * BATCH
 
 
 # -- what FSDP2 stores -------------------------------------------------------------------------------------

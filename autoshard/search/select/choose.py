@@ -34,6 +34,22 @@ from autoshard.solver.network import InfeasibleNetwork
 _PIPELINES = 1
 
 
+class Searches:
+    """What searches of models have in common that differ in the memory alone: problems and shapes."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Model, Cluster, int, MeshShapes]] = []
+
+    def shapes(self, model: Model, cluster: Cluster, world: int, fresh: MeshShapes) -> MeshShapes:
+        """The shapes of a search, those of one before if there was one alike; else ``fresh``."""
+        for of, on, ranks, shapes in self._known:
+            alike = shapes.request.within == fresh.request.within and ranks == world
+            if of is model and on is cluster and alike:
+                return shapes.within(fresh.request)
+        self._known.append((model, cluster, world, fresh))
+        return fresh
+
+
 def choose(
     model: Model,
     meshes: Sequence[Mesh | Staged],
@@ -41,18 +57,20 @@ def choose(
     request: SearchRequest | None = None,
     progress: Callable[[str], None] = lambda _: None,
     evaluator: Evaluator | None = None,
+    searches: Searches | None = None,
 ) -> CandidateSolution:
     """The best plan over all meshes, and over microbatches with a global batch.
 
     Raises UsageError if the model can use no mesh, and InfeasibleError if nothing fits, with the breakdown
-    of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions.
+    of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions. searches:
+    before this one.
     """
     request = request or SearchRequest()
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
     given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     world = given[0].world_size
-    search = _Search(model, cluster.used_by(world), request, progress, evaluator, world)
+    search = _Search(model, cluster, request, progress, evaluator, world, searches or Searches())
     if any(s.devices for s in given):
         speeds = RankSpeeds(model, search.cluster, search.setting)
         given = [speeds.of(s) for s in given]
@@ -103,15 +121,19 @@ class _Search:
         request: SearchRequest,
         progress: Callable[[str], None],
         evaluator: Evaluator | None,
-        world: int = 0,
+        world: int,
+        searches: Searches,
     ) -> None:
-        self.model, self.cluster, self.request, self.progress = model, cluster, request, progress
-        overlap = cluster.device.overlap if request.overlap is None else request.overlap
+        self.model, self.request, self.progress = model, request, progress
+        self.cluster = cluster.used_by(world)
+        overlap = self.cluster.device.overlap if request.overlap is None else request.overlap
         self.setting = StepConfig(1, layer_calls(model.folded), overlap=overlap)
         self.total = request.batch or batch_of(model.folded)
         recipe = request.recipe
-        self.problems = ProblemCache(model, cluster, self.setting, recipe, progress, world, self.total)
-        self.shapes = MeshShapes(self.problems, request, self.setting, self.total, progress)
+        problems = ProblemCache(model, self.cluster, self.setting, recipe, progress, world, self.total)
+        fresh = MeshShapes(problems, request, self.setting, self.total, progress)
+        self.shapes = searches.shapes(model, cluster, world, fresh)
+        self.problems = self.shapes.problems
         self.exact = CandidateSolver(self.problems, request, self.setting, progress, evaluator)
         self.solved: list[MeshFamily] = []
         self.fitted: list[CandidateSolution] = []

@@ -31,7 +31,8 @@ _LARGE = 8_000
 
 
 class MeshShapes:
-    """Solves and ranks shapes. total: sequences per step."""
+    """Solves and ranks shapes. total: sequences per step. A search under another budget finds what was solved
+    before (`within`)."""
 
     def __init__(
         self,
@@ -45,6 +46,13 @@ class MeshShapes:
         self.total, self.progress = total, progress
         #: how many microbatches were solved for their bounds alone
         self.further = 0
+        self._solved: dict[tuple[Staged, ...], MeshFamily] = {}
+
+    def within(self, request: SearchRequest) -> MeshShapes:
+        """The same shapes for another `SearchRequest.within` some memory."""
+        shapes = MeshShapes(self.problems, request, self.setting, self.total, self.progress)
+        shapes._solved = self._solved
+        return shapes
 
     def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
         """Meshes whose data ranks divide the batch, or the microbatch that is asked for; of the others, with
@@ -72,6 +80,11 @@ class MeshShapes:
 
     def solved(self, group: tuple[Staged, ...]) -> MeshFamily:
         """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""
+        if group not in self._solved:
+            self._solved[group] = self._solve(group)
+        return self._solved[group]
+
+    def _solve(self, group: tuple[Staged, ...]) -> MeshFamily:
         failure: UsageError | None = None
         for staged in group:
             mesh, ways = staged.mesh, data_ways(staged.mesh)

@@ -69,10 +69,11 @@ class CandidateSolver:
         self.evaluator = evaluator
         self.failures: list[AutoshardError] = []
         self.interrupted = False
+        self._before = problems.work
 
     def spent(self) -> bool:
         """Whether all work was done that was asked for."""
-        return self.problems.work > self.request.work
+        return self.problems.work - self._before > self.request.work
 
     def best(self, ranked: CandidateQueue) -> CandidateSolution | None:
         """Solve the configurations that look best, until the others are ruled out or far behind; None if
