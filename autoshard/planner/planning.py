@@ -211,9 +211,7 @@ class PlanningRequest:
         self.progress("simulating the allocator")
         return replace(planned, device=device_memory(planned.peaks()))
 
-    def planned_from(
-        self, source: Source, analysis: Analysis, searches: Searches | None = None
-    ) -> Planned:
+    def planned_from(self, source: Source, analysis: Analysis, searches: Searches | None = None) -> Planned:
         """The same, of a source that was captured and analysed already. searches: before this one."""
         searches = searches or Searches()
         try:

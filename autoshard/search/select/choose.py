@@ -62,8 +62,8 @@ def choose(
     """The best plan over all meshes, and over microbatches with a global batch.
 
     Raises UsageError if the model can use no mesh, and InfeasibleError if nothing fits, with the breakdown
-    of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions. searches:
-    before this one.
+    of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions.
+    searches: before this one.
     """
     request = request or SearchRequest()
     if not meshes:
