@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -115,6 +115,8 @@ class MemoryFitter:
         self._fitted: list[tuple[CandidateSolution, MemoryFit]] = []
         #: kind of solution -> bytes that one held beyond what the search counts, the least
         self._more: dict[Hashable, float] = {}
+        #: kind of configuration -> over how many ranks one of which nothing fits stores parameters, the most
+        self._failed: dict[Hashable, int] = {}
         #: calls that are recomputed -> bytes beyond the budget but for states, with all activations in host
         #: memory that can be there, the least
         self._over_hosted: dict[Hashable, float] = {}
@@ -206,6 +208,8 @@ class MemoryFitter:
             return best
         if slower is not None:
             return MemoryFit(slower)
+        config = solution.configuration
+        self._failed[alike(config)] = max(_stored_ways(config), self._failed.get(alike(config), 0))
         raise self._failure(solution, first, measured[0][1])
 
     def _less(self, share: float, over: float, tried: CandidateSolution) -> float:
@@ -298,9 +302,12 @@ class MemoryFitter:
         return self._more.get(_kind(config, setting)) if config.pipe.ranks == 1 else None
 
     def beyond(self, config: Configuration, setting: StepConfig) -> float:
-        """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
-        more = None if self.offload.activations else self._more_like(config, setting)
-        return max(0.0, more or 0.0)
+        """Bytes that one like it held beyond what the search counts, the least; 0 if there was none. With
+        activations in host memory inf if one like it was too large, and this one stores no less on a rank."""
+        if self.offload.activations:
+            over = _stored_ways(config) <= self._failed.get(alike(config), 0) and config.pipe.ranks == 1
+            return inf if over else 0.0
+        return max(0.0, self._more_like(config, setting) or 0.0)
 
     def _failure(self, tried: CandidateSolution, fit: MemoryFit | None, over: float) -> InfeasibleError:
         """over: bytes beyond the budget of the first that was tried."""
@@ -442,6 +449,11 @@ class MemoryFitter:
 def _state(solution: CandidateSolution) -> float:
     """Bytes of parameters, gradients and optimizer, as the search counts them."""
     return solution.placements.setting.state_bytes(solution.placements.usage)
+
+
+def _stored_ways(config: Configuration) -> int:
+    """Over how many ranks a parameter may be stored."""
+    return prod(axis.size for axis in config.mesh.axes if axis.meaning.may_store_sharded)
 
 
 def _kind_of(solution: CandidateSolution) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -190,8 +190,10 @@ class _Search:
             groups = shapes_of(self.shapes.reachable(given), experts_of(self.model))
             later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
             apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh)]
-            for group in (g for g in groups if g not in later and g not in apart):
+            free = [g for g in groups if len(given) > 1 and _has_free_axis(g[0].mesh) and g not in apart]
+            for group in (g for g in groups if g not in (*later, *apart, *free)):
                 ranked.extend(self._ranked(group))
+            ranked.extend(self._least_split(free))
             ranked.extend(self._best_division(apart))
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
             for group in _few(later, ranked, self.cluster):
@@ -222,6 +224,21 @@ class _Search:
             while at + way in within and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
                 at += way
         return [e for each in queues.values() for e in each]
+
+    def _least_split(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
+        """Configurations with a free axis for ranks that the batch does not divide over: those that split
+        layers least, then further as long as that helps. Two axes that may split anything make the largest
+        problems of all."""
+        found: list[Estimated] = []
+        least = inf
+        for group in sorted(groups, key=lambda g: _ways_inside(g[0].mesh)):
+            queue = CandidateQueue(self._ranked(group))
+            first = queue.first()
+            found.extend(queue)
+            if first is not None and first.seconds >= least:
+                break
+            least = least if first is None else first.seconds
+        return found
 
     def _ranked(self, group: tuple[Staged, ...]) -> list[Estimated]:
         """The configurations of one shape."""
@@ -315,6 +332,15 @@ def _has(shape: MeshFamily, staged: Staged) -> bool:
 
 def _divides_experts(mesh: Mesh) -> bool:
     return any(axis.meaning.divides_experts for axis in mesh.axes)
+
+
+def _has_free_axis(mesh: Mesh) -> bool:
+    return any(axis.meaning.is_free for axis in mesh.axes)
+
+
+def _ways_inside(mesh: Mesh) -> int:
+    """Into how many parts products inside layers are divided."""
+    return prod(axis.size for axis in mesh.axes if axis.meaning.divides_products)
 
 
 def _is_of(config: Configuration, given: Staged) -> bool:

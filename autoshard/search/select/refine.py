@@ -45,7 +45,8 @@ class Evaluator(Protocol):
         ...
 
     def beyond(self, config: Configuration, setting: StepConfig) -> float:
-        """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown."""
+        """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown, inf if
+        one that holds no more was too large, however it was solved."""
         ...
 
 
@@ -181,6 +182,7 @@ class CandidateSolver:
             for each in (estimated, smallest[_alone(estimated)]):
                 self._fit(bnb, inf)
                 known = each.configuration in bnb.seconds or _alone(each) in too_large
+                known = known or self._fuller(each).beyond == inf
                 if known or self._leaves_out(bnb, each):
                     continue
                 solved.append(each)
