@@ -10,7 +10,7 @@ import pytest
 from families import BATCH
 from planned import analysed
 
-from autoshard.cluster import Mesh, load_cluster
+from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.on_mesh import CostModels, cost_model
 from autoshard.cost.recipe import ADAMW
 from autoshard.cost.step_time import Exposure, between
@@ -198,6 +198,21 @@ def test_searches_that_differ_in_memory_share_problems() -> None:
     assert other == less
     batched = choose(model, meshes, machine, SearchRequest(batch=2 * BATCH), said.append, None, searches)
     assert batched.configuration.batch * batched.configuration.microbatches == 2 * BATCH
+
+
+def test_free_axes_go_beside_tensor_ranks_as_long_as_that_helps() -> None:
+    """On 24 ranks 8 sequences leave 3 for a free axis, whatever tensor ranks there are."""
+    model, machine = analysed("llama").model, load_cluster("h100-dgx").used_by(24)
+    meshes = mesh_candidates(machine, 24)
+    said: list[str] = []
+    found = choose(model, meshes, machine, SearchRequest(batch=8), said.append)
+    free = [text.split()[1] for text in said if text.startswith("searching") and "seq=" in text]
+    assert free[0] == "fsdp=8,seq=3"
+    ways = [Mesh.parse(mesh).sizes[-1] if "tp" in mesh else 1 for mesh in free]
+    assert ways == sorted(ways) and len(ways) < 4
+    for mesh in ("fsdp=8,seq=3", "fsdp=4,seq=3,tp=2", "fsdp=2,seq=3,tp=4"):
+        alone = choose(model, [Mesh.parse(mesh)], machine, SearchRequest(batch=8))
+        assert found.placements.seconds <= alone.placements.seconds * (1 + 1e-9)
 
 
 # -- what FSDP2 stores -------------------------------------------------------------------------------------
