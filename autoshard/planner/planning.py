@@ -401,7 +401,8 @@ def _chosen(
             continue  # what came closest needs more than that
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
-            solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches)
+            known = None if best is None else (best, fitter.whole_seconds(best))
+            solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches, known)
         except InfeasibleError as error:
             failure = failure or error
             continue

@@ -58,12 +58,14 @@ def choose(
     progress: Callable[[str], None] = lambda _: None,
     evaluator: Evaluator | None = None,
     searches: Searches | None = None,
+    known: tuple[CandidateSolution, float] | None = None,
 ) -> CandidateSolution:
     """The best plan over all meshes, and over microbatches with a global batch.
 
     Raises UsageError if the model can use no mesh, and InfeasibleError if nothing fits, with the breakdown
     of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions.
-    searches: before this one.
+    searches: before this one. known: a solution that fits with its seconds, which is returned if no other of
+    several meshes is faster.
     """
     request = request or SearchRequest()
     if not meshes:
@@ -79,7 +81,9 @@ def choose(
     elif len(given) == 1 and (request.stored or (request.batch is None and given[0].ranks == 1)):
         solution = search.one(given[0])
     else:
-        solution = search.many(given)
+        solution = search.many(given, known)
+        if known is not None and solution is known[0]:
+            return solution
     if not request.baselines or solution.interrupted or solution.spent:
         return solution
     try:
@@ -183,7 +187,9 @@ class _Search:
         bound = placements.lower_bound
         return CandidateSolution(formulated, placements, config, self.cluster, bound, stages=stages)
 
-    def many(self, given: Sequence[Staged]) -> CandidateSolution:
+    def many(
+        self, given: Sequence[Staged], known: tuple[CandidateSolution, float] | None = None
+    ) -> CandidateSolution:
         """The best of all shapes, microbatches and recomputation."""
         ranked = CandidateQueue()
         try:
@@ -202,7 +208,7 @@ class _Search:
             if not self.solved:
                 raise
             self.exact.interrupted = True  # what is known by now still gives a plan
-        return self.exact.best(ranked) or self.exact.nothing(self.solved, self.total)
+        return self.exact.best(ranked, known) or self.exact.nothing(self.solved, self.total)
 
     def _best_division(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
         """Configurations that divide experts over an axis of their own: a middling one, then wider or
