@@ -24,10 +24,11 @@ from autoshard.search.solve.step_config import StepConfig
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
 #: microbatches far beyond that
 _MIDDLE = 8
-#: microbatches that are solved for their bounds alone, by all shapes together
-_FURTHER = 12
 #: but problems of more states than this take too long for a third time
 _LARGE = 8_000
+#: microbatches that are solved for their bounds alone, by all shapes together; one of a large problem counts
+#: as many times as it is larger
+_FURTHER = 12
 
 
 class MeshShapes:
@@ -117,8 +118,8 @@ class MeshShapes:
             state = whole_state(self.problems.model, self.request.recipe)
             model = self.problems.model
             between, common = between_layers(model), tied_bytes(model)
-            calls = self.setting.calls
-            return MeshFamily(group, ends, calls, between, choices, state, common, self._further(least))
+            calls, further = self.setting.calls, self._further(least, choices)
+            return MeshFamily(group, ends, calls, between, choices, state, common, further)
         assert failure is not None
         raise failure
 
@@ -147,8 +148,9 @@ class MeshShapes:
         smallest = partial(self.problems.of, mesh, least * ways, pins)
         return AnchorProblem(each, formulated, self.setting, self.request.recompute, smallest)
 
-    def _further(self, least: int) -> Callable[[Mesh, int], AnchorProblem | None]:
-        """Solves other microbatches than those that were chosen; least: see `_end`."""
+    def _further(self, least: int, choices: int) -> Callable[[Mesh, int], AnchorProblem | None]:
+        """Solves other microbatches than those that were chosen; least: see `_end`. choices: states of all
+        variables."""
         anchors: dict[tuple[Mesh, int], AnchorProblem | None] = {}
 
         def further(mesh: Mesh, each: int) -> AnchorProblem | None:
@@ -156,7 +158,7 @@ class MeshShapes:
             if key not in anchors:
                 if self.further >= _FURTHER:
                     return None
-                self.further += 1
+                self.further += max(1, choices // _LARGE)
                 try:
                     anchors[key] = self._end(mesh, each, min(each, least), bounds=True)
                 except UsageError:
