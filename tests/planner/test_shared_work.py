@@ -200,6 +200,20 @@ def test_searches_that_differ_in_memory_share_problems() -> None:
     assert batched.configuration.batch * batched.configuration.microbatches == 2 * BATCH
 
 
+def test_a_known_solution_stands_unless_another_is_faster() -> None:
+    model, machine = analysed("llama").model, load_cluster("h100-dgx")
+    meshes = [Mesh.parse(m) for m in ("fsdp=4", "fsdp=2,tp=2")]
+
+    def searched(known: tuple[CandidateSolution, float] | None) -> CandidateSolution:
+        return choose(model, meshes, machine, SearchRequest(batch=BATCH), known=known)
+
+    first = searched(None)
+    seconds = first.placements.seconds
+    assert searched((first, seconds)) is first
+    other = searched((first, 2 * seconds))
+    assert other is not first and other.placements.seconds == pytest.approx(seconds, rel=1e-9)
+
+
 def test_free_axes_go_beside_tensor_ranks_as_long_as_that_helps() -> None:
     """On 24 ranks 8 sequences leave 3 for a free axis, whatever tensor ranks there are."""
     model, machine = analysed("llama").model, load_cluster("h100-dgx").used_by(24)
