@@ -26,8 +26,7 @@ from autoshard.search.solve.step_config import StepConfig
 _MIDDLE = 8
 #: but problems of more states than this take too long for a third time
 _LARGE = 8_000
-#: microbatches that are solved for their bounds alone, by all shapes together; one of a large problem counts
-#: as many times as it is larger
+#: microbatches that are solved for their bounds alone, by all shapes together, of problems that are not large
 _FURTHER = 12
 
 
@@ -156,9 +155,9 @@ class MeshShapes:
         def further(mesh: Mesh, each: int) -> AnchorProblem | None:
             key = (mesh, each)
             if key not in anchors:
-                if self.further >= _FURTHER:
+                if self.further >= _FURTHER or choices > _LARGE:
                     return None
-                self.further += max(1, choices // _LARGE)
+                self.further += 1
                 try:
                     anchors[key] = self._end(mesh, each, min(each, least), bounds=True)
                 except UsageError:
