@@ -400,11 +400,35 @@ def lower(
     uncut: what `place` makes of the model, if that is known and microbatches are not divided into slices.
     """
     context = PassContext(folded, how, uncut)
-    assert uncut is None or context.slices == 1
-    graph = folded if uncut is None else uncut.whole.lowered
-    passes = FINISHING if uncut is not None else (*PARTITIONING, *LOCALIZING, *FINISHING)
+    graph, passes = _begun(context)
     lowered: Lowered = run_passes(passes, graph, context, watch)
     return lowered
+
+
+def lower_by_share(
+    folded: Folded, how: LoweringOptions, uncut: Unpartitioned | None = None
+) -> Callable[[float], Lowered]:
+    """The same for any share of the activations in host memory: what comes before that is run once."""
+    context = PassContext(folded, how, uncut)
+    graph, passes = _begun(context)
+    at = next(n for n, each in enumerate(passes) if each.run is _offload)
+    graph = run_passes(passes[:at], graph, context, None)
+
+    def stored(share: float) -> Lowered:
+        own = replace(how, hosting=how.hosting and replace(how.hosting, share=share))
+        lowered: Lowered = run_passes(passes[at:], graph, PassContext(folded, own, uncut), None)
+        return lowered
+
+    return stored
+
+
+def _begun(context: PassContext) -> tuple[Folded | Lowered, tuple[Pass, ...]]:
+    """(what passes begin with, those that are left)."""
+    uncut = context.unpartitioned
+    if uncut is None:
+        return context.folded, (*PARTITIONING, *LOCALIZING, *FINISHING)
+    assert context.slices == 1
+    return uncut.whole.lowered, FINISHING
 
 
 def kept_ports(folded: Folded, how: LoweringOptions) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autoshard.ir import Folded, Joint
 from autoshard.ir.flow import Flow, flow_of
@@ -35,8 +36,9 @@ class Analysis:
     dumps: Dumps = field(default_factory=Dumps)
     table: Mapping[str, RuleFn] = field(default_factory=lambda: RULES, repr=False)
 
-    @property
+    @cached_property
     def model(self) -> Model:
+        """One for all searches, which keep in it what they find out."""
         return Model(self.folded, self.flow, self.rules, self.digits)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -19,7 +19,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.options import PassOptions
-from autoshard.passes.pipeline import LoweringOptions, lower
+from autoshard.passes.pipeline import LoweringOptions, lower, lower_by_share
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.depth_extrapolation import SimulatedStep, TruncatedRun, extrapolate_depth
 from autoshard.planner.host_memory import HostNeed, least_offload, need_of
@@ -115,6 +115,11 @@ class MemoryFitter:
         self._fitted: list[tuple[CandidateSolution, MemoryFit]] = []
         #: kind of solution -> bytes that one held beyond what the search counts, the least
         self._more: dict[Hashable, float] = {}
+        #: kind of configuration -> over how many ranks one of which nothing fits stores parameters, the most
+        self._failed: dict[Hashable, int] = {}
+        #: calls that are recomputed -> bytes beyond the budget but for states, with all activations in host
+        #: memory that can be there, the least
+        self._over_hosted: dict[Hashable, float] = {}
 
     def seconds(self, solution: CandidateSolution) -> float:
         """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
@@ -203,7 +208,9 @@ class MemoryFitter:
             return best
         if slower is not None:
             return MemoryFit(slower)
-        raise self._failure(solution, first)
+        config = solution.configuration
+        self._failed[alike(config)] = max(_stored_ways(config), self._failed.get(alike(config), 0))
+        raise self._failure(solution, first, measured[0][1])
 
     def _less(self, share: float, over: float, tried: CandidateSolution) -> float:
         """The share of the memory to try after one with which so many bytes are missing."""
@@ -256,6 +263,9 @@ class MemoryFitter:
             staging, peak = self._recut(tried, staging, peak)
         kind, more = _kind_of(tried), peak.bytes - tried.placements.bytes
         self._more[kind] = min(more, self._more.get(kind, inf))
+        if peak.over > 0 and self.offload.activations:
+            ours = _calls_of(tried)
+            self._over_hosted[ours] = min(peak.over - _state(tried), self._over_hosted.get(ours, inf))
         return peak.over, MemoryFit(tried, staging, peak)
 
     def _recut(self, tried: CandidateSolution, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
@@ -275,9 +285,12 @@ class MemoryFitter:
 
     def _expected(self, tried: CandidateSolution) -> float | None:
         """Bytes beyond the budget at least, by what was measured of solutions that recompute the same; None
-        if that says nothing: with a pipeline, whose schedule decides, and where activations may wait in host
-        memory, of which what is missing decides."""
-        more = None if self.offload.activations else self._known_more(tried)
+        if that says nothing: with a pipeline, whose schedule decides. Where activations may wait in host
+        memory, by one of which all did: only its states may take less."""
+        if self.offload.activations:
+            over = self._over_hosted.get(_calls_of(tried)) if tried.configuration.pipe.ranks == 1 else None
+            return None if over is None else over + _state(tried)
+        more = self._known_more(tried)
         budget = self.request.budget
         return None if more is None or budget is None else tried.placements.bytes + more - budget
 
@@ -289,15 +302,27 @@ class MemoryFitter:
         return self._more.get(_kind(config, setting)) if config.pipe.ranks == 1 else None
 
     def beyond(self, config: Configuration, setting: StepConfig) -> float:
-        """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
-        more = None if self.offload.activations else self._more_like(config, setting)
-        return max(0.0, more or 0.0)
+        """Bytes that one like it held beyond what the search counts, the least; 0 if there was none. With
+        activations in host memory inf if one like it was too large, and this one stores no less on a rank."""
+        if self.offload.activations:
+            over = _stored_ways(config) <= self._failed.get(alike(config), 0) and config.pipe.ranks == 1
+            return inf if over else 0.0
+        return max(0.0, self._more_like(config, setting) or 0.0)
 
-    def _failure(self, tried: CandidateSolution, fit: MemoryFit | None) -> InfeasibleError:
+    def _failure(self, tried: CandidateSolution, fit: MemoryFit | None, over: float) -> InfeasibleError:
+        """over: bytes beyond the budget of the first that was tried."""
         name, budget = tried.configuration.name, bytes_up(self.request.budget or 0.0)
         if fit is None or fit.peak is None:
-            why = "no stages of it fit, however they are cut"
+            known = fit is None and over < inf
+            least = (self.request.budget or 0.0) + over
+            why = (
+                f"programs like it hold {bytes_up(least)}"
+                if known
+                else "no stages of it fit, however they are cut"
+            )
             failure = InfeasibleError(f"no plan for {name} fits {budget} per rank", why=why)
+            if known:
+                failure.smallest_bytes = least
         else:
             held = fit.peak.held
             inside = fit.peak.bytes - held.total
@@ -351,12 +376,12 @@ class MemoryFitter:
             saving = saving_of(laid_for(plan, self.cluster), Mesh.parse(plan.mesh), plan)
             options = replace(options, plan=plan, split_backward=splits, saving=saving)
         folded = solution.formulated.model.folded
+        lowered = lower_by_share(folded, options, uncut)
 
         def build(share: float) -> Program:
-            hosting = options.hosting and replace(options.hosting, share=share)
             return Program(
                 plan.mesh,
-                lower(folded, replace(options, hosting=hosting), uncut=uncut),
+                lowered(share),
                 Signature.of(folded.joint),
                 {},
                 microbatches=plan.microbatches,
@@ -421,8 +446,25 @@ class MemoryFitter:
         return plan, lowering_of(plan, solution.formulated.model.flow, self.analysis, self.cluster, passes)
 
 
+def _state(solution: CandidateSolution) -> float:
+    """Bytes of parameters, gradients and optimizer, as the search counts them."""
+    return solution.placements.setting.state_bytes(solution.placements.usage)
+
+
+def _stored_ways(config: Configuration) -> int:
+    """Over how many ranks a parameter may be stored."""
+    return prod(axis.size for axis in config.mesh.axes if axis.meaning.may_store_sharded)
+
+
 def _kind_of(solution: CandidateSolution) -> Hashable:
     return _kind(solution.configuration, solution.placements.setting)
+
+
+def _calls_of(solution: CandidateSolution) -> Hashable:
+    """The same with how many calls are recomputed."""
+    recompute = solution.placements.setting.recompute
+    calls = frozenset((name, r.policy, r.calls) for name, r in recompute.items() if r.calls)
+    return calls, alike(solution.configuration)
 
 
 def _kind(config: Configuration, setting: StepConfig) -> Hashable:

@@ -31,7 +31,7 @@ from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of, experts_of
 from autoshard.search.problem.rescale_batch import distinct_batch
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.choose import choose
+from autoshard.search.select.choose import Searches, choose
 from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.search.solve.configuration import Staged, microbatch_sizes
@@ -184,15 +184,15 @@ class PlanningRequest:
     def planned_for_device(self, source: Source) -> Planned:
         """The same with what a process takes of its device. Where that is too much even with segments that
         grow, it is planned again with less memory, which a warning says, unless ``memory`` was given."""
-        analysis, request = source.analysed(self.progress), self
-        found = self._on_device(request.planned_from(source, analysis))
+        analysis, request, searches = source.analysed(self.progress), self, Searches()
+        found = self._on_device(request.planned_from(source, analysis, searches))
         for _ in range(MOST_REPLANS):
             if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
                 break  # as asked for, or it fits
             smaller = replace(request, memory=(request.memory or self.memory) - found.device.missing)
             self.progress("planning with less memory")
             try:
-                found = self._on_device(smaller.planned_from(source, analysis))
+                found = self._on_device(smaller.planned_from(source, analysis, searches))
             except InfeasibleError:
                 break  # the plan before stands, and its device says that it does not fit
             request = smaller
@@ -211,10 +211,11 @@ class PlanningRequest:
         self.progress("simulating the allocator")
         return replace(planned, device=device_memory(planned.peaks()))
 
-    def planned_from(self, source: Source, analysis: Analysis) -> Planned:
-        """The same, of a source that was captured and analysed already."""
+    def planned_from(self, source: Source, analysis: Analysis, searches: Searches | None = None) -> Planned:
+        """The same, of a source that was captured and analysed already. searches: before this one."""
+        searches = searches or Searches()
         try:
-            return self._planned(source, analysis)
+            return self._planned(source, analysis, searches)
         except BatchError as error:
             # a batch of the same size as something else, or of one, cannot be followed; another one may be
             batch, total = distinct_batch(analysis.folded), self.batch or batch_of(analysis.folded)
@@ -223,13 +224,14 @@ class PlanningRequest:
             request = replace(self, options=replace(self.options, global_batch=total))
             self.progress(f"capturing again, with {batch} sequences")
             try:
-                return request._planned(source, source.with_batch(analysis, batch).analysed(self.progress))
+                again = source.with_batch(analysis, batch).analysed(self.progress)
+                return request._planned(source, again, searches)
             except (BatchError, CaptureError):
                 raise error from None
 
-    def _planned(self, source: Source, analysis: Analysis) -> Planned:
+    def _planned(self, source: Source, analysis: Analysis, searches: Searches) -> Planned:
         meshes = self._candidates(analysis)
-        planned = self._searched(source, analysis, meshes, self.request)
+        planned = self._searched(source, analysis, meshes, self.request, searches)
         if planned.plan.batch != 1 or batch_of(analysis.folded) == 1:
             return planned
         # a graph of one sequence is not quite one of more of them: the program's own graph is placed
@@ -237,14 +239,14 @@ class PlanningRequest:
         alone = source.with_batch(analysis, 1).analysed(self.progress)
         request = replace(self.request, batch=planned.plan.microbatches, baselines=False)
         try:
-            return self._searched(source, alone, _alone(meshes, planned), request, planned.solution)
+            return self._searched(source, alone, _alone(meshes, planned), request, searches, planned.solution)
         except InfeasibleError:
             # what was about to fill the memory fills it now
             larger = _of_more(meshes, planned.plan.microbatches)
             if not larger:
                 raise
             self.progress("one sequence alone does not fit: looking among larger microbatches")
-            return self._searched(source, analysis, larger, self.request)
+            return self._searched(source, analysis, larger, self.request, searches)
 
     def _searched(
         self,
@@ -252,6 +254,7 @@ class PlanningRequest:
         analysis: Analysis,
         meshes: Sequence[Staged],
         request: SearchRequest,
+        searches: Searches,
         among: CandidateSolution | None = None,
     ) -> Planned:
         planned = plan_analysed(
@@ -265,6 +268,7 @@ class PlanningRequest:
             offload=self.offload,
             progress=self.progress,
             among=among,
+            searches=searches,
         )
         return replace(planned, source=source, plan=replace(planned.plan, precision=source.precision))
 
@@ -325,20 +329,21 @@ def plan_analysed(
     progress: Progress | None = None,
     reasons: bool = True,
     among: CandidateSolution | None = None,
+    searches: Searches | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
     request: of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline is decided.
     offload: what lives in host memory, for which the cluster must know its host. reasons: False
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
-    a search over more meshes found, if these are what it led to.
+    a search over more meshes found, if these are what it led to. searches: before this one.
     """
     request = replace(request or SearchRequest(), budget=memory)
 
     say = progress or (lambda _: None)
 
     fitter = MemoryFitter(analysis, cluster, request, fixed=fixed, progress=say, offload=offload)
-    solution = _chosen(analysis, meshes, cluster, request, say, fitter)
+    solution = _chosen(analysis, meshes, cluster, request, say, fitter, searches or Searches())
     slices = solution.configuration.pipe.slices
     if slices > 1:
         check_slices(solution.formulated.model.folded, fitter.lowering(solution)[1], slices)
@@ -374,6 +379,7 @@ def _chosen(
     request: SearchRequest,
     say: Progress,
     fitter: MemoryFitter,
+    searches: Searches,
 ) -> CandidateSolution:
     """The best solution that fits, as the fitter sees it.
 
@@ -395,7 +401,8 @@ def _chosen(
             continue  # what came closest needs more than that
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
-            solution = choose(analysis.model, meshes, cluster, wide, say, fitter)
+            known = None if best is None else (best, fitter.whole_seconds(best))
+            solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches, known)
         except InfeasibleError as error:
             failure = failure or error
             continue

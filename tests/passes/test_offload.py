@@ -33,8 +33,10 @@ from autoshard.ir import Call, Ref
 from autoshard.ir.graph import substitute
 from autoshard.ir.lowered import Instruction
 from autoshard.ir.offload import LOAD, STORE, Offload
-from autoshard.passes.pipeline import NUMBERED
+from autoshard.options import PassOptions
+from autoshard.passes.pipeline import NUMBERED, lower, lower_by_share
 from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.lowering import lowering_of
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -331,6 +333,22 @@ def test_a_slow_link_keeps_activations_on_the_device() -> None:
     some = compile_analysed(half, offload="activations")
     assert 0 < ops_of(some).count(STORE) < ops_of(forced).count(STORE)
     assert estimate_step(some, slow).fullest.peak <= sum(peaks) / 2
+
+
+def test_what_comes_before_storing_is_the_same_for_every_share() -> None:
+    cluster, analysis = hosted_cluster(bandwidth=1e9), deep()
+    found = plan_analysed(analysis, [Mesh.parse("fsdp=4")], cluster, reasons=False)
+    assert found.solution is not None
+    flow, passes = found.solution.formulated.model.flow, PassOptions(offload="activations")
+    how = lowering_of(found.plan, flow, analysis, cluster, passes)
+    assert how.hosting is not None
+    stored = lower_by_share(analysis.folded, how)
+    shares = (1.0, 0.0, 0.5)
+    made = [stored(share) for share in shares]
+    assert made == [
+        lower(analysis.folded, replace(how, hosting=replace(how.hosting, share=share))) for share in shares
+    ]
+    assert made[0] != made[1] != made[2]
 
 
 def test_plans_see_both_memories() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from planned import analysed
@@ -10,7 +11,10 @@ from planned import analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.ir.offload import Offload
+from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planning import plan_analysed
+from autoshard.search.select.choose import choose
+from autoshard.search.select.request import SearchRequest
 
 
 def test_states_that_no_host_holds_are_refused_at_once() -> None:
@@ -29,3 +33,30 @@ def test_states_that_no_host_holds_are_refused_at_once() -> None:
             progress=said.append,
         )
     assert "16 ranks fill 2 nodes" in (caught.value.why or "") and not said
+
+
+def test_what_is_too_large_with_all_activations_away_speaks_for_what_stores_no_less() -> None:
+    """Those like it are neither solved nor made programs, unless parameters may go over more ranks."""
+    analysis, machine = analysed("gpt2"), load_cluster("h100-dgx")
+    found = choose(analysis.model, [Mesh.parse("fsdp=4")], machine)
+    said: list[str] = []
+    fitter = MemoryFitter(
+        analysis,
+        machine,
+        SearchRequest(budget=50_000),
+        fixed=False,
+        progress=said.append,
+        offload=Offload.parse("activations"),
+    )
+    config, setting = found.configuration, found.placements.setting
+    assert fitter.beyond(config, setting) == 0.0
+    with pytest.raises(InfeasibleError) as first:
+        fitter.fit(found)
+    assert said and fitter.beyond(config, setting) == inf
+    assert fitter.beyond(replace(config, mesh=Mesh.parse("dp=2,fsdp=2")), setting) == inf
+    wider = replace(config, mesh=Mesh.parse("fsdp=8"), batch=2 * config.batch)
+    assert fitter.beyond(wider, setting) == 0.0
+    said.clear()
+    with pytest.raises(InfeasibleError, match=r"programs like it hold|at its simulated peak") as again:
+        fitter.fit(replace(found, placements=replace(found.placements)))
+    assert not said and 50_000 < again.value.smallest_bytes <= first.value.smallest_bytes

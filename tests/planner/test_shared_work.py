@@ -10,7 +10,7 @@ import pytest
 from families import BATCH
 from planned import analysed
 
-from autoshard.cluster import Mesh, load_cluster
+from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.on_mesh import CostModels, cost_model
 from autoshard.cost.recipe import ADAMW
 from autoshard.cost.step_time import Exposure, between
@@ -25,7 +25,7 @@ from autoshard.search.problem.problem_prices import Prices
 from autoshard.search.problem.rescale_batch import with_batch
 from autoshard.search.problem.search_axes import plain_axes
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.choose import Rejected, choose
+from autoshard.search.select.choose import Rejected, Searches, choose
 from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import data_ways
 from autoshard.search.solve.formulate import formulate, layer_calls
@@ -175,6 +175,58 @@ def test_a_problem_is_posed_once() -> None:
     mesh = Mesh.parse("fsdp=4")
     assert poses.of(mesh, BATCH) is poses.of(mesh, BATCH)
     assert poses.of(mesh, BATCH) is not poses.of(mesh, BATCH // 2)
+
+
+def test_searches_that_differ_in_memory_share_problems() -> None:
+    model, machine, searches = analysed("llama").model, load_cluster("h100-dgx"), Searches()
+    meshes = [Mesh.parse(m) for m in ("fsdp=4", "fsdp=2,tp=2")]
+
+    def searched(searches: Searches, budget: int | None) -> tuple[CandidateSolution, list[str]]:
+        said: list[str] = []
+        request = SearchRequest(batch=BATCH, budget=budget)
+        return choose(model, meshes, machine, request, said.append, None, searches), said
+
+    first, said = searched(searches, None)
+    again, less = searched(searches, 400_000)
+    alone, _ = searched(Searches(), 400_000)
+    assert any(text.startswith("searching") for text in said)
+    assert not any(text.startswith("searching") for text in less)
+    assert first.placements.bytes > 400_000 >= again.placements.bytes
+    assert again.configuration == alone.configuration
+    assert again.placements.seconds == pytest.approx(alone.placements.seconds, rel=1e-9)
+    _, other = searched(searches, 400_000)
+    assert other == less
+    batched = choose(model, meshes, machine, SearchRequest(batch=2 * BATCH), said.append, None, searches)
+    assert batched.configuration.batch * batched.configuration.microbatches == 2 * BATCH
+
+
+def test_a_known_solution_stands_unless_another_is_faster() -> None:
+    model, machine = analysed("llama").model, load_cluster("h100-dgx")
+    meshes = [Mesh.parse(m) for m in ("fsdp=4", "fsdp=2,tp=2")]
+
+    def searched(known: tuple[CandidateSolution, float] | None) -> CandidateSolution:
+        return choose(model, meshes, machine, SearchRequest(batch=BATCH), known=known)
+
+    first = searched(None)
+    seconds = first.placements.seconds
+    assert searched((first, seconds)) is first
+    other = searched((first, 2 * seconds))
+    assert other is not first and other.placements.seconds == pytest.approx(seconds, rel=1e-9)
+
+
+def test_free_axes_go_beside_tensor_ranks_as_long_as_that_helps() -> None:
+    """On 24 ranks 8 sequences leave 3 for a free axis, whatever tensor ranks there are."""
+    model, machine = analysed("llama").model, load_cluster("h100-dgx").used_by(24)
+    meshes = mesh_candidates(machine, 24)
+    said: list[str] = []
+    found = choose(model, meshes, machine, SearchRequest(batch=8), said.append)
+    free = [text.split()[1] for text in said if text.startswith("searching") and "seq=" in text]
+    assert free[0] == "fsdp=8,seq=3"
+    ways = [Mesh.parse(mesh).sizes[-1] if "tp" in mesh else 1 for mesh in free]
+    assert ways == sorted(ways) and len(ways) < 4
+    for mesh in ("fsdp=8,seq=3", "fsdp=4,seq=3,tp=2", "fsdp=2,seq=3,tp=4"):
+        alone = choose(model, [Mesh.parse(mesh)], machine, SearchRequest(batch=8))
+        assert found.placements.seconds <= alone.placements.seconds * (1 + 1e-9)
 
 
 # -- what FSDP2 stores -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Protocol
 
 from autoshard.search.solve.configuration import Configuration
@@ -60,9 +60,11 @@ class Estimated:
             yield best
 
     def holding(self, beyond: float) -> Estimated:
-        """The same if its program holds so many bytes more than the search counts."""
+        """The same if its program holds so many bytes more than the search counts; inf: too many, anyway."""
         if beyond <= self.beyond or self.proof is None:
             return self
+        if beyond == inf:
+            return replace(self, seconds=inf, beyond=inf, hopeless=True)
         seconds, setting = self.proof.leaving(beyond)
         slower = max(self.seconds, seconds)
         return replace(self, setting=setting, seconds=slower, beyond=beyond, hopeless=not isfinite(slower))

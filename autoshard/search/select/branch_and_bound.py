@@ -236,6 +236,11 @@ class BranchAndBound:
             self._standing[config] = replace(
                 standing, estimated=estimated, seconds=solution.placements.seconds, evaluated=evaluated
             )
+        self.begin(solution, evaluated, measured)
+
+    def begin(self, solution: CandidateSolution, evaluated: float, measured: float | None) -> None:
+        """The same of one that is known before anything is solved."""
+        config = solution.configuration
         if measured is not None:
             self._off[_piped(config)] = measured / evaluated
         if self.incumbent is None or evaluated < self.needed(config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -34,6 +34,22 @@ from autoshard.solver.network import InfeasibleNetwork
 _PIPELINES = 1
 
 
+class Searches:
+    """What searches of models have in common that differ in the memory alone: problems and shapes."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Model, Cluster, int, MeshShapes]] = []
+
+    def shapes(self, model: Model, cluster: Cluster, world: int, fresh: MeshShapes) -> MeshShapes:
+        """The shapes of a search, those of one before if there was one alike; else ``fresh``."""
+        for of, on, ranks, shapes in self._known:
+            alike = shapes.request.within == fresh.request.within and ranks == world
+            if of is model and on is cluster and alike:
+                return shapes.within(fresh.request)
+        self._known.append((model, cluster, world, fresh))
+        return fresh
+
+
 def choose(
     model: Model,
     meshes: Sequence[Mesh | Staged],
@@ -41,18 +57,22 @@ def choose(
     request: SearchRequest | None = None,
     progress: Callable[[str], None] = lambda _: None,
     evaluator: Evaluator | None = None,
+    searches: Searches | None = None,
+    known: tuple[CandidateSolution, float] | None = None,
 ) -> CandidateSolution:
     """The best plan over all meshes, and over microbatches with a global batch.
 
     Raises UsageError if the model can use no mesh, and InfeasibleError if nothing fits, with the breakdown
     of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions.
+    searches: before this one. known: a solution that fits with its seconds, which is returned if no other of
+    several meshes is faster.
     """
     request = request or SearchRequest()
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
     given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     world = given[0].world_size
-    search = _Search(model, cluster.used_by(world), request, progress, evaluator, world)
+    search = _Search(model, cluster, request, progress, evaluator, world, searches or Searches())
     if any(s.devices for s in given):
         speeds = RankSpeeds(model, search.cluster, search.setting)
         given = [speeds.of(s) for s in given]
@@ -61,7 +81,9 @@ def choose(
     elif len(given) == 1 and (request.stored or (request.batch is None and given[0].ranks == 1)):
         solution = search.one(given[0])
     else:
-        solution = search.many(given)
+        solution = search.many(given, known)
+        if known is not None and solution is known[0]:
+            return solution
     if not request.baselines or solution.interrupted or solution.spent:
         return solution
     try:
@@ -103,15 +125,19 @@ class _Search:
         request: SearchRequest,
         progress: Callable[[str], None],
         evaluator: Evaluator | None,
-        world: int = 0,
+        world: int,
+        searches: Searches,
     ) -> None:
-        self.model, self.cluster, self.request, self.progress = model, cluster, request, progress
-        overlap = cluster.device.overlap if request.overlap is None else request.overlap
+        self.model, self.request, self.progress = model, request, progress
+        self.cluster = cluster.used_by(world)
+        overlap = self.cluster.device.overlap if request.overlap is None else request.overlap
         self.setting = StepConfig(1, layer_calls(model.folded), overlap=overlap)
         self.total = request.batch or batch_of(model.folded)
         recipe = request.recipe
-        self.problems = ProblemCache(model, cluster, self.setting, recipe, progress, world, self.total)
-        self.shapes = MeshShapes(self.problems, request, self.setting, self.total, progress)
+        problems = ProblemCache(model, self.cluster, self.setting, recipe, progress, world, self.total)
+        fresh = MeshShapes(problems, request, self.setting, self.total, progress)
+        self.shapes = searches.shapes(model, cluster, world, fresh)
+        self.problems = self.shapes.problems
         self.exact = CandidateSolver(self.problems, request, self.setting, progress, evaluator)
         self.solved: list[MeshFamily] = []
         self.fitted: list[CandidateSolution] = []
@@ -161,15 +187,19 @@ class _Search:
         bound = placements.lower_bound
         return CandidateSolution(formulated, placements, config, self.cluster, bound, stages=stages)
 
-    def many(self, given: Sequence[Staged]) -> CandidateSolution:
+    def many(
+        self, given: Sequence[Staged], known: tuple[CandidateSolution, float] | None = None
+    ) -> CandidateSolution:
         """The best of all shapes, microbatches and recomputation."""
         ranked = CandidateQueue()
         try:
             groups = shapes_of(self.shapes.reachable(given), experts_of(self.model))
             later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
             apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh)]
-            for group in (g for g in groups if g not in later and g not in apart):
+            free = [g for g in groups if len(given) > 1 and _has_free_axis(g[0].mesh) and g not in apart]
+            for group in (g for g in groups if g not in (*later, *apart, *free)):
                 ranked.extend(self._ranked(group))
+            ranked.extend(self._least_split(free))
             ranked.extend(self._best_division(apart))
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
             for group in _few(later, ranked, self.cluster):
@@ -178,7 +208,7 @@ class _Search:
             if not self.solved:
                 raise
             self.exact.interrupted = True  # what is known by now still gives a plan
-        return self.exact.best(ranked) or self.exact.nothing(self.solved, self.total)
+        return self.exact.best(ranked, known) or self.exact.nothing(self.solved, self.total)
 
     def _best_division(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
         """Configurations that divide experts over an axis of their own: a middling one, then wider or
@@ -200,6 +230,21 @@ class _Search:
             while at + way in within and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
                 at += way
         return [e for each in queues.values() for e in each]
+
+    def _least_split(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
+        """Configurations with a free axis for ranks that the batch does not divide over: those that split
+        layers least, then further as long as that helps. Two axes that may split anything make the largest
+        problems of all."""
+        found: list[Estimated] = []
+        least = inf
+        for group in sorted(groups, key=lambda g: _ways_inside(g[0].mesh)):
+            queue = CandidateQueue(self._ranked(group))
+            first = queue.first()
+            found.extend(queue)
+            if first is not None and first.seconds >= least:
+                break
+            least = least if first is None else first.seconds
+        return found
 
     def _ranked(self, group: tuple[Staged, ...]) -> list[Estimated]:
         """The configurations of one shape."""
@@ -293,6 +338,15 @@ def _has(shape: MeshFamily, staged: Staged) -> bool:
 
 def _divides_experts(mesh: Mesh) -> bool:
     return any(axis.meaning.divides_experts for axis in mesh.axes)
+
+
+def _has_free_axis(mesh: Mesh) -> bool:
+    return any(axis.meaning.is_free for axis in mesh.axes)
+
+
+def _ways_inside(mesh: Mesh) -> int:
+    """Into how many parts products inside layers are divided."""
+    return prod(axis.size for axis in mesh.axes if axis.meaning.divides_products)
 
 
 def _is_of(config: Configuration, given: Staged) -> bool:

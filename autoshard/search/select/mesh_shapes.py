@@ -24,14 +24,15 @@ from autoshard.search.solve.step_config import StepConfig
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
 #: microbatches far beyond that
 _MIDDLE = 8
-#: microbatches that are solved for their bounds alone, by all shapes together
-_FURTHER = 12
 #: but problems of more states than this take too long for a third time
 _LARGE = 8_000
+#: microbatches that are solved for their bounds alone, by all shapes together, of problems that are not large
+_FURTHER = 12
 
 
 class MeshShapes:
-    """Solves and ranks shapes. total: sequences per step."""
+    """Solves and ranks shapes. total: sequences per step. A search under another budget finds what was solved
+    before (`within`)."""
 
     def __init__(
         self,
@@ -45,6 +46,13 @@ class MeshShapes:
         self.total, self.progress = total, progress
         #: how many microbatches were solved for their bounds alone
         self.further = 0
+        self._solved: dict[tuple[Staged, ...], MeshFamily] = {}
+
+    def within(self, request: SearchRequest) -> MeshShapes:
+        """The same shapes for another `SearchRequest.within` some memory."""
+        shapes = MeshShapes(self.problems, request, self.setting, self.total, self.progress)
+        shapes._solved = self._solved
+        return shapes
 
     def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
         """Meshes whose data ranks divide the batch, or the microbatch that is asked for; of the others, with
@@ -73,6 +81,11 @@ class MeshShapes:
 
     def solved(self, group: tuple[Staged, ...]) -> MeshFamily:
         """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""
+        if group not in self._solved:
+            self._solved[group] = self._solve(group)
+        return self._solved[group]
+
+    def _solve(self, group: tuple[Staged, ...]) -> MeshFamily:
         failure: UsageError | None = None
         for staged in group:
             mesh, ways = staged.mesh, data_ways(staged.mesh)
@@ -105,8 +118,8 @@ class MeshShapes:
             state = whole_state(self.problems.model, self.request.recipe)
             model = self.problems.model
             between, common = between_layers(model), tied_bytes(model)
-            calls = self.setting.calls
-            return MeshFamily(group, ends, calls, between, choices, state, common, self._further(least))
+            calls, further = self.setting.calls, self._further(least, choices)
+            return MeshFamily(group, ends, calls, between, choices, state, common, further)
         assert failure is not None
         raise failure
 
@@ -135,14 +148,15 @@ class MeshShapes:
         smallest = partial(self.problems.of, mesh, least * ways, pins)
         return AnchorProblem(each, formulated, self.setting, self.request.recompute, smallest)
 
-    def _further(self, least: int) -> Callable[[Mesh, int], AnchorProblem | None]:
-        """Solves other microbatches than those that were chosen; least: see `_end`."""
+    def _further(self, least: int, choices: int) -> Callable[[Mesh, int], AnchorProblem | None]:
+        """Solves other microbatches than those that were chosen; least: see `_end`. choices: states of all
+        variables."""
         anchors: dict[tuple[Mesh, int], AnchorProblem | None] = {}
 
         def further(mesh: Mesh, each: int) -> AnchorProblem | None:
             key = (mesh, each)
             if key not in anchors:
-                if self.further >= _FURTHER:
+                if self.further >= _FURTHER or choices > _LARGE:
                     return None
                 self.further += 1
                 try:

@@ -45,7 +45,8 @@ class Evaluator(Protocol):
         ...
 
     def beyond(self, config: Configuration, setting: StepConfig) -> float:
-        """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown."""
+        """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown, inf if
+        one that holds no more was too large, however it was solved."""
         ...
 
 
@@ -69,21 +70,29 @@ class CandidateSolver:
         self.evaluator = evaluator
         self.failures: list[AutoshardError] = []
         self.interrupted = False
+        self._before = problems.work
 
     def spent(self) -> bool:
         """Whether all work was done that was asked for."""
-        return self.problems.work > self.request.work
+        return self.problems.work - self._before > self.request.work
 
-    def best(self, ranked: CandidateQueue) -> CandidateSolution | None:
+    def best(
+        self, ranked: CandidateQueue, known: tuple[CandidateSolution, float] | None = None
+    ) -> CandidateSolution | None:
         """Solve the configurations that look best, until the others are ruled out or far behind; None if
-        there is none that may fit.
+        there is none that may fit. known: one that fits, with its seconds, itself the best if no other is.
 
         What was solved becomes a program when nothing else is expected to be faster: fitting one takes
         longer than solving it, and most of those that look too good do not fit.
         """
         # with experts one more solution takes as long as all the rest
         bnb = BranchAndBound(one_kind=experts_of(self.problems.model) > 0)
+        if known is not None:
+            measured = None if self.evaluator is None else self.evaluator.measured(known[0])
+            bnb.begin(*known, measured)
         solved = self._run(bnb, ranked)
+        if known is not None and bnb.incumbent is known[0]:
+            return known[0]
         # what seems not to fit comes after all that does
         solved += self._run_unsure(bnb, ranked.unsure)
         if not solved:
@@ -180,6 +189,7 @@ class CandidateSolver:
             for each in (estimated, smallest[_alone(estimated)]):
                 self._fit(bnb, inf)
                 known = each.configuration in bnb.seconds or _alone(each) in too_large
+                known = known or self._fuller(each).beyond == inf
                 if known or self._leaves_out(bnb, each):
                     continue
                 solved.append(each)

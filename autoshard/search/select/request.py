@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import ADAMW, Recipe
@@ -44,6 +44,11 @@ class SearchRequest:
     replicate_small_batch: bool = False
     stored: tuple[tuple[str, Layout], ...] = ()
     stages: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def within(self) -> SearchRequest:
+        """What problems and shapes depend on: all but the memory and what is reported."""
+        return replace(self, budget=None, baselines=False)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,16 @@ class ShardingProblem:
         when the same network may be asked for again."""
         return place(self.problem, self.setting, None, allowed=self.allowed, limits=FINAL)
 
+    @cached_property
+    def _grown(self) -> dict[int, ShardingProblem]:
+        return {}
+
+    def grown(self, batch: int) -> ShardingProblem:
+        """The same with microbatches of ``batch`` sequences, good for costs alone (see `Problem.grown`)."""
+        if batch not in self._grown:
+            self._grown[batch] = replace(self, problem=self.problem.grown(batch))
+        return self._grown[batch]
+
 
 def formulate(
     model: Model,
@@ -61,13 +71,15 @@ def formulate(
     axes: SearchAxes | None = None,
     order: RankOrder | None = None,
     stored: Mapping[str, Layout] | None = None,
+    larger: int = 0,
 ) -> ShardingProblem:
     """The problem of a model on a mesh.
 
     cluster: or the prices of its meshes, if some are known already. merge: see neighbouring batch axes as one
     (`SearchAxes`). axes: in their place. order: of ranks on devices. pins: what is decided already. stored:
-    layouts that parameters have already. Raises UsageError if the mesh cannot be used for the model at all,
-    or with these pins.
+    layouts that parameters have already. larger: sequences of the microbatch that it is wanted for, if that
+    leaves the same to decide: whether there is a solution shows there. Raises UsageError if the mesh cannot
+    be used for the model at all, or with these pins.
     """
     axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
     machine = cluster if isinstance(cluster, CostModels) else CostModels(cluster)
@@ -85,7 +97,8 @@ def formulate(
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))
             formulated = ShardingProblem(model, mesh, prices, few, strict, setting, order, allowed)
-            _ = formulated.free  # what is wrong shows here
+            wanted = formulated.grown(larger) if larger and few.grows_to(larger) else formulated
+            _ = wanted.free  # what is wrong shows here
         except NoFiniteAssignment:
             if not strict:
                 check_pins(pins, masks, problem)
@@ -96,11 +109,6 @@ def formulate(
             continue
         return formulated
     raise reasons[-1]
-
-
-def rescaled_problem(formulated: ShardingProblem, batch: int) -> ShardingProblem:
-    """The same with microbatches of ``batch`` sequences, good for costs alone (see `Problem.grown`)."""
-    return replace(formulated, problem=formulated.problem.grown(batch))
 
 
 def layer_calls(folded: Folded) -> Mapping[str, int]:

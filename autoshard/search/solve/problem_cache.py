@@ -18,7 +18,7 @@ from autoshard.search.problem.problem import Model, batch_of, experts_of
 from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
 from autoshard.search.problem.search_axes import SearchAxes
 from autoshard.search.solve.axis_traffic import traffic_of
-from autoshard.search.solve.formulate import ShardingProblem, formulate, rescaled_problem
+from autoshard.search.solve.formulate import ShardingProblem, formulate
 from autoshard.search.solve.step_config import StepConfig
 
 
@@ -64,10 +64,12 @@ class ProblemCache:
         roughly: bool = False,
         axes: SearchAxes | None = None,
         stored: tuple[tuple[str, Layout], ...] = (),
+        larger: int = 0,
     ) -> ShardingProblem:
         """A mesh with microbatches of ``batch`` sequences; merge: see `search.solve.formulate.formulate`.
         roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.
-        axes: in place of those of the mesh. stored: layouts that parameters have already.
+        axes: in place of those of the mesh. stored: layouts that parameters have already. larger: microbatch
+        that it is asked for, see there.
 
         Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
         """
@@ -86,6 +88,7 @@ class ProblemCache:
                 pins=pins,
                 axes=axes,
                 stored=dict(stored),
+                larger=larger,
                 order=self.prices.rough_order(mesh) if roughly else self.order(mesh),
             )
         return self._posed[key]
@@ -95,13 +98,12 @@ class ProblemCache:
     ) -> ShardingProblem:
         """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
         leaves the same to decide. bounds: or where that takes no more."""
-        formulated = self.of(mesh, least, pins, roughly=True)
+        formulated = self.of(mesh, least, pins, roughly=True, larger=batch if batch != least else 0)
         grows = formulated.problem.grows_to(batch) or (bounds and formulated.problem.bounds(batch))
         if batch == least or not grows:
             return self.of(mesh, batch, pins, roughly=True)
         key = (mesh, batch, pins)
-        if key not in self._grown:
-            self._grown[key] = rescaled_problem(formulated, batch)
+        self._grown[key] = formulated.grown(batch)
         return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:
