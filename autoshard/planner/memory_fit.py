@@ -33,7 +33,7 @@ from autoshard.planner.stage_partition import (
 )
 from autoshard.program.program import PipelineStages, Program, Signature
 from autoshard.schedules.timeline import step_seconds
-from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import retuned
 from autoshard.search.select.request import CandidateSolution, SearchRequest
@@ -113,8 +113,8 @@ class MemoryFitter:
         self._schedules = Schedules()
         self._cuttings: list[tuple[CandidateSolution, StagePartition]] = []
         self._fitted: list[tuple[CandidateSolution, MemoryFit]] = []
-        #: kind of solution -> bytes that one held beyond what the search counts, the least
-        self._more: dict[Hashable, float] = {}
+        #: kind of solution -> what was measured: its setting, and the bytes beyond what the search counts
+        self._more: dict[Hashable, list[tuple[StepConfig, float]]] = {}
         #: kind of configuration -> over how many ranks one of which nothing fits stores parameters, the most
         self._failed: dict[Hashable, int] = {}
         #: calls that are recomputed -> bytes beyond the budget but for states, with all activations in host
@@ -262,7 +262,7 @@ class MemoryFitter:
         if staging is not None and peak.over > 0:
             staging, peak = self._recut(tried, staging, peak)
         kind, more = _kind_of(tried), peak.bytes - tried.placements.bytes
-        self._more[kind] = min(more, self._more.get(kind, inf))
+        self._more.setdefault(kind, []).append((tried.placements.setting, more))
         if peak.over > 0 and self.offload.activations:
             ours = _calls_of(tried)
             self._over_hosted[ours] = min(peak.over - _state(tried), self._over_hosted.get(ours, inf))
@@ -299,7 +299,11 @@ class MemoryFitter:
         return self._more_like(tried.configuration, tried.placements.setting)
 
     def _more_like(self, config: Configuration, setting: StepConfig) -> float | None:
-        return self._more.get(_kind(config, setting)) if config.pipe.ranks == 1 else None
+        if config.pipe.ranks > 1:
+            return None
+        # what recomputes more calls may hold less
+        known = self._more.get(_kind(config, setting), ())
+        return min((more for other, more in known if _recomputes(other, setting)), default=None)
 
     def beyond(self, config: Configuration, setting: StepConfig) -> float:
         """Bytes that one like it held beyond what the search counts, the least; 0 if there was none. With
@@ -471,6 +475,12 @@ def _kind(config: Configuration, setting: StepConfig) -> Hashable:
     """What decides how much a program holds beyond what the search counts: what lives inside a part."""
     recompute = {(name, r.policy) for name, r in setting.recompute.items() if r.calls}
     return frozenset(recompute), alike(config)
+
+
+def _recomputes(setting: StepConfig, other: StepConfig) -> bool:
+    """Whether as many calls are recomputed as in another setting, or more."""
+    none = Recompute("full", 0)
+    return all(setting.recompute.get(name, none).calls >= r.calls for name, r in other.recompute.items())
 
 
 def _same(a: CandidateSolution, b: CandidateSolution) -> bool:

@@ -303,11 +303,13 @@ class CandidateSolver:
             )
         raise self.worst()
 
-    def tuned(self, formulated: ShardingProblem, setting: StepConfig, beat: float = inf) -> PlacementSolution:
+    def tuned(
+        self, formulated: ShardingProblem, setting: StepConfig, beat: float = inf, *, first: bool = False
+    ) -> PlacementSolution:
         """The best placements with the best recomputation; raises InfeasibleError if nothing fits. beat: see
-        `tune`."""
+        `tune`. first: nothing is solved yet, so that this is worth all work."""
         request, budget = self.request, self.request.budget
-        limits = QUICK if self.spent() else FINAL
+        limits = QUICK if self.spent() and not first else FINAL
         try:
             return tune(
                 formulated.problem,
@@ -335,7 +337,7 @@ class CandidateSolver:
         try:
             self.progress(f"solving {config.name}, {config.microbatches} microbatches of {config.batch}")
             formulated = self._formulated(config)
-            placements = self.tuned(formulated, estimated.setting, beat)
+            placements = self.tuned(formulated, estimated.setting, beat, first=at_once)
         except KeyboardInterrupt:
             if not at_once:
                 raise
