@@ -61,22 +61,33 @@ ALIKE = (
 #: files in the order in which workers take them: what takes long first
 FIRST = (
     *(file for files in ALIKE for file in files),
+    "test_checkpoint.py",
     "test_rules.py",
+    "test_user_state.py",
     "test_gloo.py",
-    "test_aot.py",
-    "test_architectures.py",
-    "test_stage_partition.py",
-    "test_repeats.py",
-    "test_hierarchy.py",
     "test_pipeline_api.py",
+    "test_aot.py",
+    "test_calls.py",
+    "test_trainer.py",
     "test_planning_requests.py",
+    "test_stage_partition.py",
+    "test_branch_and_bound.py",
+    "test_precision.py",
+    "test_weights.py",
+    "test_guides.py",
+    "test_recompute.py",
+    "test_advise.py",
+    "test_hierarchy.py",
+    "test_validate.py",
+    "test_capture.py",
+    "test_bench.py",
+    "test_fuzz.py",
+    "test_compile_once.py",
+    "test_architectures.py",
+    "test_repeats.py",
     "test_estimates.py",
     "test_profile.py",
-    "test_capture.py",
-    "test_recompute.py",
     "test_cli.py",
-    "test_bench.py",
-    "test_validate.py",
 )
 
 
@@ -113,12 +124,17 @@ def _slow() -> set[tuple[str, str]]:
 _SLOW_SHARE = 6
 
 
-def _shares() -> dict[tuple[str, str], int]:
-    """(file, function) of long tests -> one in how many of their cases runs at every commit."""
+def _shares() -> dict[tuple[str, str], tuple[int, int | None]]:
+    """(file, function) of long tests -> a commit runs one in so many of its cases, at most so many."""
     lines = (Path(__file__).parent / "sampled.txt").read_text().splitlines()
     rows = (line.partition(": ") for line in lines if not line.startswith("#"))
     pairs = ((file, *word.split("/")) for file, _, words in rows for word in words.split())
-    return {(file, name): int(share) for file, name, share in pairs}
+    return {(file, name): _share(text) for file, name, text in pairs}
+
+
+def _share(text: str) -> tuple[int, int | None]:
+    """``6``: one in six; ``=2``: two of them."""
+    return (10**6, int(text[1:])) if text.startswith("=") else (int(text), None)
 
 
 def _named(item: pytest.Item) -> tuple[str, str]:
@@ -139,8 +155,8 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], slow: set[tuple[
         assert not unknown, f"tests/sampled.txt has {unknown}"
     kept: set[pytest.Item] = set()
     for key, own in cases.items():
-        share = shares.get(key, _SLOW_SHARE if key in slow else 1)
-        kept.update(sampled(own, share, lambda item: item.nodeid))
+        share, most = shares.get(key, (_SLOW_SHARE if key in slow else 1, None))
+        kept.update(sampled(own, share, lambda item: item.nodeid, most))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

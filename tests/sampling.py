@@ -7,7 +7,10 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import pytest
 
 T = TypeVar("T")
 #: set by `make test-all`
@@ -18,9 +21,11 @@ def all_cases() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
-def sampled(cases: Sequence[T], share: int, name: Callable[[T], str] = repr) -> list[T]:
-    """One in ``share`` of the cases, and more until every word that several names have is among them; none if
-    that is 0.
+def sampled(
+    cases: Sequence[T], share: int, name: Callable[[T], str] = repr, most: int | None = None
+) -> list[T]:
+    """One in ``share`` of the cases, and more until every word that several names have is among them, but not
+    more than ``most``; none if ``share`` is 0.
 
     Which ones does not depend on the run.
     """
@@ -33,17 +38,23 @@ def sampled(cases: Sequence[T], share: int, name: Callable[[T], str] = repr) -> 
     words = [set(re.findall(r"[^-'\", ()\[\]]+", text)) for text in names]
     often = Counter(word for own in words for word in own)
     words = [{word for word in own if often[word] > 1} for own in words]
-    chosen: set[int] = set()
+    chosen: dict[int, None] = {}
     seen: set[str] = set()
     for k in order:
         if not words[k] <= seen:
-            chosen.add(k)
+            chosen[k] = None
             seen |= words[k]
     for k in order:
         if len(chosen) * share >= len(cases):
             break
-        chosen.add(k)
-    return [cases[k] for k in sorted(chosen)]
+        chosen[k] = None
+    return [cases[k] for k in sorted(list(chosen)[:most])]
+
+
+def running(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
+    """Parameters of the cases of a test, in a fixture's file, that this run has: what a fixture prepares."""
+    items: Any = request.session.items
+    return [i.callspec.params for i in items if i.path == request.path and i.originalname == test]
 
 
 def examples(count: int, share: int) -> int:

@@ -12,7 +12,7 @@ from families import FAMILIES, MESHES, family
 from lockstep_check import RTOL, compare_step
 from planned import program
 from ranks import HERE, run_ranks
-from sampling import sampled
+from sampling import all_cases, sampled
 
 from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
@@ -60,7 +60,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     """One start of four processes runs all cases."""
     folder = tmp_path_factory.mktemp("gloo")
     cases = []
-    for name, mesh in TRAINED:
+    # of these, every commit trains none: see sampled.txt
+    for name, mesh in TRAINED if all_cases() else ():
         save_program(program(name, mesh), folder / f"{name}-{mesh}")
         case = {"family": name, "mesh": mesh, "program": str(folder / f"{name}-{mesh}"), "steps_of": "call"}
         cases.append(case)
