@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from sampling import sampled
+from sampling import sampled, unlike
 
 settings.register_profile("autoshard", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("autoshard")
@@ -121,20 +121,21 @@ def _slow() -> set[tuple[str, str]]:
 
 
 #: of tests in slow.txt, one in so many cases; sampled.txt has others
-_SLOW_SHARE = 6
+_SLOW_SHARE = "6"
 
 
-def _shares() -> dict[tuple[str, str], tuple[int, int | None]]:
-    """(file, function) of long tests -> a commit runs one in so many of its cases, at most so many."""
+def _shares() -> dict[tuple[str, str], str]:
+    """(file, function) of long tests -> which cases run at every commit: ``6``, one in six; ``=2``, two."""
     lines = (Path(__file__).parent / "sampled.txt").read_text().splitlines()
     rows = (line.partition(": ") for line in lines if not line.startswith("#"))
     pairs = ((file, *word.split("/")) for file, _, words in rows for word in words.split())
-    return {(file, name): _share(text) for file, name, text in pairs}
+    return {(file, name): share for file, name, share in pairs}
 
 
-def _share(text: str) -> tuple[int, int | None]:
-    """``6``: one in six; ``=2``: two of them."""
-    return (10**6, int(text[1:])) if text.startswith("=") else (int(text), None)
+def _chosen(cases: list[pytest.Item], share: str) -> list[pytest.Item]:
+    if share.startswith("="):
+        return unlike(cases, int(share[1:]), lambda item: item.nodeid)
+    return sampled(cases, int(share), lambda item: item.nodeid)
 
 
 def _named(item: pytest.Item) -> tuple[str, str]:
@@ -155,8 +156,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], slow: set[tuple[
         assert not unknown, f"tests/sampled.txt has {unknown}"
     kept: set[pytest.Item] = set()
     for key, own in cases.items():
-        share, most = shares.get(key, (_SLOW_SHARE if key in slow else 1, None))
-        kept.update(sampled(own, share, lambda item: item.nodeid, most))
+        kept.update(_chosen(own, shares.get(key, _SLOW_SHARE if key in slow else "1")))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
