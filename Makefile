@@ -85,6 +85,7 @@ TORCH_OK := from importlib.metadata import version; \
 TORCH_PIN := from importlib.metadata import version; print("torch==" + version("torch"))
 
 # torch goes in first and alone, then stands as a constraint, so that nothing after it can replace it.
+# pip would compile all of torch and transformers, for a minute: what most processes import is enough.
 # Some distributions ship venv without ensurepip: then the outer pip puts pip in.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -99,10 +100,11 @@ $(STAMP): pyproject.toml
 		echo "setup: keeping the installed torch"; \
 	else \
 		echo "setup: installing $(TORCH_SPEC) (large; this is the slow part)"; \
-		$(PIP) install '$(TORCH_SPEC)' $(PIP_ARGS); \
+		$(PIP) install --no-compile '$(TORCH_SPEC)' $(PIP_ARGS); \
 	fi
 	@$(BIN)/python -c '$(TORCH_PIN)' >.venv/constraints.txt
 	@echo "setup: installing autoshard[hf,dev], with $$(cat .venv/constraints.txt)"
-	@$(PIP) install --quiet --constraint .venv/constraints.txt --editable '.[hf,dev]' $(PIP_ARGS)
+	@$(PIP) install --quiet --no-compile --constraint .venv/constraints.txt --editable '.[hf,dev]' $(PIP_ARGS)
+	@$(BIN)/python -c 'import autoshard.api, torch._dynamo, transformers.models.llama.modeling_llama'
 	@touch $@
 	@echo "setup: done"

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from sampling import sampled
+from sampling import sampled, unlike
 
 settings.register_profile("autoshard", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("autoshard")
@@ -61,22 +61,33 @@ ALIKE = (
 #: files in the order in which workers take them: what takes long first
 FIRST = (
     *(file for files in ALIKE for file in files),
+    "test_checkpoint.py",
     "test_rules.py",
+    "test_user_state.py",
     "test_gloo.py",
-    "test_aot.py",
-    "test_architectures.py",
-    "test_stage_partition.py",
-    "test_repeats.py",
-    "test_hierarchy.py",
     "test_pipeline_api.py",
+    "test_aot.py",
+    "test_calls.py",
+    "test_trainer.py",
     "test_planning_requests.py",
+    "test_stage_partition.py",
+    "test_branch_and_bound.py",
+    "test_precision.py",
+    "test_weights.py",
+    "test_guides.py",
+    "test_recompute.py",
+    "test_advise.py",
+    "test_hierarchy.py",
+    "test_validate.py",
+    "test_capture.py",
+    "test_bench.py",
+    "test_fuzz.py",
+    "test_compile_once.py",
+    "test_architectures.py",
+    "test_repeats.py",
     "test_estimates.py",
     "test_profile.py",
-    "test_capture.py",
-    "test_recompute.py",
     "test_cli.py",
-    "test_bench.py",
-    "test_validate.py",
 )
 
 
@@ -110,15 +121,21 @@ def _slow() -> set[tuple[str, str]]:
 
 
 #: of tests in slow.txt, one in so many cases; sampled.txt has others
-_SLOW_SHARE = 6
+_SLOW_SHARE = "6"
 
 
-def _shares() -> dict[tuple[str, str], int]:
-    """(file, function) of long tests -> one in how many of their cases runs at every commit."""
+def _shares() -> dict[tuple[str, str], str]:
+    """(file, function) of long tests -> which cases run at every commit: ``6``, one in six; ``=2``, two."""
     lines = (Path(__file__).parent / "sampled.txt").read_text().splitlines()
     rows = (line.partition(": ") for line in lines if not line.startswith("#"))
     pairs = ((file, *word.split("/")) for file, _, words in rows for word in words.split())
-    return {(file, name): int(share) for file, name, share in pairs}
+    return {(file, name): share for file, name, share in pairs}
+
+
+def _chosen(cases: list[pytest.Item], share: str) -> list[pytest.Item]:
+    if share.startswith("="):
+        return unlike(cases, int(share[1:]), lambda item: item.nodeid)
+    return sampled(cases, int(share), lambda item: item.nodeid)
 
 
 def _named(item: pytest.Item) -> tuple[str, str]:
@@ -139,8 +156,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], slow: set[tuple[
         assert not unknown, f"tests/sampled.txt has {unknown}"
     kept: set[pytest.Item] = set()
     for key, own in cases.items():
-        share = shares.get(key, _SLOW_SHARE if key in slow else 1)
-        kept.update(sampled(own, share, lambda item: item.nodeid))
+        kept.update(_chosen(own, shares.get(key, _SLOW_SHARE if key in slow else "1")))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

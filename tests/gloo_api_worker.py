@@ -1,4 +1,4 @@
-"""Started by torchrun: the ways of using the API on four processes; any failed assertion ends it."""
+"""Started by `ranks`: the ways of using the API on four processes; any failed assertion ends it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Processes that train together, forked from one that has imported torch, transformers and autoshard.
 
 Four interpreters that import these take 25 s of processor time before they do anything. Started by torchrun
-itself, each with imports, hashes and random seeds of its own, are those that plan for themselves: see
-`test_gloo`, and the tests of ``autoshard run`` and ``autoshard profile``.
+itself, each with imports, hashes and random seeds of its own, are those of `test_launch`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import pytest
 
 T = TypeVar("T")
 #: set by `make test-all`
@@ -28,11 +31,7 @@ def sampled(cases: Sequence[T], share: int, name: Callable[[T], str] = repr) -> 
         return list(cases)
     if share == 0:
         return []
-    names = [name(case) for case in cases]
-    order = sorted(range(len(cases)), key=lambda k: (zlib.crc32(names[k].encode()), k))
-    words = [set(re.findall(r"[^-'\", ()\[\]]+", text)) for text in names]
-    often = Counter(word for own in words for word in own)
-    words = [{word for word in own if often[word] > 1} for own in words]
+    order, words = _mixed([name(case) for case in cases])
     chosen: set[int] = set()
     seen: set[str] = set()
     for k in order:
@@ -44,6 +43,34 @@ def sampled(cases: Sequence[T], share: int, name: Callable[[T], str] = repr) -> 
             break
         chosen.add(k)
     return [cases[k] for k in sorted(chosen)]
+
+
+def unlike(cases: Sequence[T], count: int, name: Callable[[T], str] = repr) -> list[T]:
+    """So many cases: each has as many words as can be that those before it do not have."""
+    if all_cases():
+        return list(cases)
+    order, words = _mixed([name(case) for case in cases])
+    chosen: list[int] = []
+    seen: set[str] = set()
+    while len(chosen) < min(count, len(cases)):
+        k = max((k for k in order if k not in chosen), key=lambda k: len(words[k] - seen))
+        chosen.append(k)
+        seen |= words[k]
+    return [cases[k] for k in sorted(chosen)]
+
+
+def _mixed(names: list[str]) -> tuple[list[int], list[set[str]]]:
+    """Numbers of names in an order that says nothing; the words of each that others have, too."""
+    order = sorted(range(len(names)), key=lambda k: (zlib.crc32(names[k].encode()), k))
+    words = [set(re.findall(r"[^-'\", ()\[\]]+", text)) for text in names]
+    often = Counter(word for own in words for word in own)
+    return order, [{word for word in own if often[word] > 1} for own in words]
+
+
+def running(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
+    """Parameters of the cases of a test, in a fixture's file, that this run has: what a fixture prepares."""
+    items: Any = request.session.items
+    return [i.callspec.params for i in items if i.path == request.path and i.originalname == test]
 
 
 def examples(count: int, share: int) -> int:

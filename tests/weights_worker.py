@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import sys
 from collections.abc import Callable
@@ -111,7 +112,8 @@ def heads(folder: Path, mesh: str) -> None:
         config = getattr(transformers, f"{name}Config")(vocab_size=50, num_labels=3, pad_token_id=0, **sizes)
         base, cls = (getattr(transformers, name + end) for end in ("Model", "ForSequenceClassification"))
         if dist.get_rank() == 0:
-            base(config).save_pretrained(folder / f"base-{name}")
+            # saving writes into the config, which ranks must have alike for one to compile for all
+            base(copy.deepcopy(config)).save_pretrained(folder / f"base-{name}")
         dist.barrier()
         torch.manual_seed(5)
         plain = cls.from_pretrained(folder / f"base-{name}", config=config).train(False)
@@ -162,7 +164,7 @@ class _Scaled(nn.Module):
 def little_memory(folder: Path) -> None:
     """A rank's peak is that of its shard and one tensor, not that of the model."""
     config = transformers.LlamaConfig(
-        vocab_size=2048, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8
+        vocab_size=2048, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
@@ -170,7 +172,8 @@ def little_memory(folder: Path) -> None:
     largest = max(p.nbytes for p in model.parameters())
     if dist.get_rank() == 0:
         torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100MB")
+        built = transformers.LlamaForCausalLM(copy.deepcopy(config))
+        built.save_pretrained(folder, max_shard_size="100MB")
     dist.barrier()
     ids = torch.zeros(4, 8, dtype=torch.int64)
     parallel = autoshard.parallelize(model, "fsdp=4", example_inputs={"input_ids": ids, "labels": ids})

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from typer.testing import CliRunner
 
@@ -392,7 +393,10 @@ def test_debug_shows_where_an_error_comes_from(invoke: Invoke) -> None:
 # -- four processes -----------------------------------------------------------------------------------
 
 WORKER = """
+import contextlib
+import os
 import sys
+from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -422,8 +426,10 @@ for norm_type in (1.0, 2.0, 3.0, float("inf")):
     for p, g in zip(parallel.parameters(), grads):
         torch.testing.assert_close(p.grad.full_tensor(), g * min(1.0, 0.1 / (norm + 1e-6)))
     torch.testing.assert_close(extra.grad, torch.full((3,), 0.25) * min(1.0, 0.1 / (norm + 1e-6)))
+os.chdir(Path(__file__).parent)
 log = ["--log", sys.argv[3], "--cluster", "cpu-gloo"]
-app(["run", sys.argv[2], "--steps", "4", "--clip", "0.5", "--json", *log])
+with open(f"found-{os.environ['RANK']}.json", "w") as found, contextlib.redirect_stdout(found):
+    app(["run", sys.argv[2], "--steps", "4", "--clip", "0.5", "--json", *log])
 """
 
 
@@ -431,16 +437,14 @@ def test_four_processes_train_as_one(invoke: Invoke, place: Path, program: str) 
     """Clipping by any norm, and the losses of `autoshard run`, are those of one process."""
     from autoshard.interop.targets import build
     from autoshard.runtime.corpus import load_corpus
-    from autoshard.runtime.launch import torchrun
     from autoshard.runtime.train import feed_of, train
 
     assert invoke("compile", "t:text", "--mesh", "dp=2,tp=2", "-o", "text").exit_code == 0
     (place / "worker.py").write_text(WORKER)
     log = place / "steps.jsonl"
-    words = [str(place / "worker.py"), program, str(place / "text"), str(log)]
-    done = torchrun(words, 4, stdout=subprocess.PIPE)
-    assert done.returncode == 0
-    found = json.loads(done.stdout)
+    run_ranks([str(place / "worker.py"), program, str(place / "text"), str(log)])
+    found = json.loads((place / "found-0.json").read_text())
+    assert not (place / "found-1.json").read_text()
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for key, all_ in (("loss", "losses"), ("grad_norm", "grad_norms"), ("seconds", "seconds")):

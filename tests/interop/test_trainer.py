@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -14,8 +15,8 @@ from torch import nn
 
 import autoshard
 
-pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-
+if find_spec("accelerate") is None:  # not imported here: every worker of xdist collects this file
+    pytest.skip("transformers' Trainer needs accelerate", allow_module_level=True)
 
 PIPELINE = "pp=2,dp=2"
 
@@ -24,7 +25,9 @@ PIPELINE = "pp=2,dp=2"
 def folder_of(mesh: str, script: str, *others: str) -> Path:
     """Where a script wrote what it found. others: folders that it resumes, too."""
     folder = Path(mkdtemp())
-    run_ranks([str(HERE / script), mesh, str(folder), *others], ranks=4 if mesh else 1)
+    job = [str(HERE / script), mesh, str(folder), *others]
+    # what goes on has the program of what it goes on from
+    run_ranks(job, ranks=4 if mesh else 1, AUTOSHARD_CACHE=str(folder / "cache"))
     return folder
 
 

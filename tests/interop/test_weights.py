@@ -20,7 +20,8 @@ from autoshard.interop.weights import load_weights
 def test_ranks_read_their_parts_as_from_pretrained_does(tmp_path: Path) -> None:
     meshes = ["dp=2,tp=2", "fsdp=4", "pp=2,dp=2"] if all_cases() else ["pp=2,dp=2"]
     names = ["Mixtral", "GPT2"] if all_cases() else ["Mixtral"]
-    said = run_ranks([str(HERE / "weights_worker.py"), str(tmp_path), ",".join(names), ";".join(meshes)])
+    job = [str(HERE / "weights_worker.py"), str(tmp_path), ",".join(names), ";".join(meshes)]
+    said = run_ranks(job, AUTOSHARD_CACHE=str(tmp_path / "cache"))  # its cases have the same programs
     lines = [line for line in said.splitlines() if line.startswith("ok")]
     # five cases of the first model, one of the second, first values; memory
     assert len(lines) == (5 + len(names)) * len(meshes) + 1, said

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-Worker = Callable[[str], list[dict[str, Any]]]
+Worker = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """Runs a script of this folder; the JSON documents that it prints, line by line."""
+    """Runs a script of this folder with arguments; the JSON documents that it prints, line by line."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
 
-    def run(script: str) -> list[dict[str, Any]]:
+    def run(script: str, *arguments: str) -> list[dict[str, Any]]:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -31,7 +31,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
             "OMP_NUM_THREADS": "1",
         }
         done = subprocess.run(
-            [sys.executable, str(HERE / script)], env=environment, capture_output=True, text=True
+            [sys.executable, str(HERE / script), *arguments], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]

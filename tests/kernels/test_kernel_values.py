@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sampling import running
 
 import autoshard.ops  # noqa: F401 (defines the ops)
 from autoshard.kernels.registry import specs
@@ -13,8 +14,10 @@ NAMES = [spec.name for spec in specs().values()]
 
 
 @pytest.fixture(scope="module")
-def values(worker: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(found["kernel"], found["dtype"]): found for found in worker("values_worker.py")}
+def values(worker: Any, request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, Any]]:
+    """What one start of the worker finds in the cases that run."""
+    cases = [f"{case['name']}:{case['dtype']}" for case in running(request, "test_values")]
+    return {(found["kernel"], found["dtype"]): found for found in worker("values_worker.py", *cases)}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

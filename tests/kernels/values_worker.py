@@ -1,7 +1,7 @@
 """All kernels in the interpreter of Triton against fp64; a process of its own, as it is chosen at import.
 
 Prints a JSON document per kernel and element type: how many samples, the largest error as a part of the
-allowed one, and what failed. Arguments: names of kernels, none for all.
+allowed one, and what failed. Arguments: kernels, as in ``layer_norm:bf16`` or by name; none for all.
 """
 
 from __future__ import annotations
@@ -97,9 +97,11 @@ def check(spec: KernelSpec, dtype: torch.dtype) -> tuple[int, float]:
 
 
 def main() -> None:
-    wanted = sys.argv[1:]
+    wanted = set(sys.argv[1:])
     for spec in specs().values():
-        for name, dtype in DTYPES.items() if not wanted or spec.name in wanted else ():
+        for name, dtype in DTYPES.items():
+            if wanted and not wanted & {spec.name, f"{spec.name}:{name}"}:
+                continue
             found: dict[str, object] = {"kernel": spec.name, "dtype": name, "samples": 0, "worst": 0.0}
             try:
                 found["samples"], found["worst"] = check(spec, dtype)

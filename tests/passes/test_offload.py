@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from families import _gpt2, family
 from planned import planned, program
 from ranks import HERE, run_ranks
+from sampling import running
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from typer.testing import CliRunner
@@ -148,22 +149,28 @@ def test_pipeline(schedule: str, mesh: str, slices: int) -> None:
     assert report.ok, report.findings
 
 
+#: (program, family, microbatches) that processes train
+TRAINED: dict[str, tuple[Callable[[], Program], str, int]] = {
+    "llama-fsdp": (lambda: offloaded("llama", "fsdp=4", ALL), "llama", 1),
+    "llama-again": (lambda: offloaded("llama", "dp=2,tp=2", "activations", "full"), "llama", 1),
+    "llama-tp": (lambda: offloaded("llama", "dp=2,tp=2", "parameters"), "llama", 1),
+    "gpt2-fsdp": (lambda: offloaded("gpt2", "fsdp=4", "activations,optimizer"), "gpt2", 1),
+    "gpt2-tp": (lambda: offloaded("gpt2", "dp=2,tp=2", ALL), "gpt2", 1),
+    "llama-pp": (lambda: staged("llama", ALL), "llama", 4),
+    "gpt2-pp": (lambda: staged("gpt2", "activations,optimizer"), "gpt2", 4),
+}
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """One start of four processes trains all cases."""
+def results(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, dict[str, float]]:
+    """One start of four processes trains all cases that run."""
     folder = tmp_path_factory.mktemp("offload")
-    made = {
-        "llama-fsdp": (offloaded("llama", "fsdp=4", ALL), "llama", 1),
-        "llama-again": (offloaded("llama", "dp=2,tp=2", "activations", "full"), "llama", 1),
-        "llama-tp": (offloaded("llama", "dp=2,tp=2", "parameters"), "llama", 1),
-        "gpt2-fsdp": (offloaded("gpt2", "fsdp=4", "activations,optimizer"), "gpt2", 1),
-        "gpt2-tp": (offloaded("gpt2", "dp=2,tp=2", ALL), "gpt2", 1),
-        "llama-pp": (staged("llama", ALL), "llama", 4),
-        "gpt2-pp": (staged("gpt2", "activations,optimizer"), "gpt2", 4),
-    }
     cases = []
-    for name, (each, of, pieces) in made.items():
-        save_program(each, folder / name)
+    for name in (case["name"] for case in running(request, "test_training_equals_eager")):
+        make, of, pieces = TRAINED[name]
+        save_program(make(), folder / name)
         cases.append({"family": of, "program": str(folder / name), "microbatches": str(pieces)})
     (folder / "cases.json").write_text(json.dumps(cases))
     run_ranks([str(HERE / "offload_worker.py"), str(folder / "cases.json"), str(folder / "results.json")])
@@ -171,9 +178,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     return {Path(row["program"]).name: row for row in rows}
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-fsdp", "llama-again", "llama-tp", "gpt2-fsdp", "gpt2-tp", "llama-pp", "gpt2-pp"]
-)
+@pytest.mark.parametrize("name", TRAINED)
 def test_training_equals_eager(results: dict[str, dict[str, float]], name: str) -> None:
     row = results[name]
     assert row["error"] < 1e-4, f"{row['worst']} is off by {row['error']:.2e}"

@@ -12,7 +12,7 @@ from families import FAMILIES, MESHES, family
 from lockstep_check import RTOL, compare_step
 from planned import program
 from ranks import HERE, run_ranks
-from sampling import sampled
+from sampling import running, sampled
 
 from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
@@ -60,16 +60,19 @@ def test_every_family_is_proved(name: str, mesh: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, float]]:
-    """One start of four processes runs all cases."""
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[str, str], dict[str, float]]:
+    """One start of four processes trains all cases that run."""
     folder = tmp_path_factory.mktemp("gloo")
     cases = []
-    for name, mesh in TRAINED:
-        cluster = "h100-dgx" if "cp" in mesh else "cpu-gloo"
-        save_program(program(name, mesh, cluster), folder / f"{name}-{mesh}")
-        case = {"family": name, "mesh": mesh, "program": str(folder / f"{name}-{mesh}"), "steps_of": "call"}
-        cases.append(case)
-    cases += [_in_pieces(folder, mesh, pieces) for mesh, pieces in PIECES]
+    for case in running(request, "test_training_equals_eager"):
+        name, mesh = case["name"], case["mesh"]
+        cluster, folder_of = "h100-dgx" if "cp" in mesh else "cpu-gloo", folder / f"{name}-{mesh}"
+        save_program(program(name, mesh, cluster), folder_of)
+        cases.append({"family": name, "mesh": mesh, "program": str(folder_of), "steps_of": "call"})
+    in_pieces = running(request, "test_microbatches_equal_the_whole_batch")
+    cases += [_in_pieces(folder, case["mesh"], case["pieces"]) for case in in_pieces]
     (folder / "cases.json").write_text(json.dumps(cases))
     run_ranks([str(HERE / "gloo_worker.py"), str(folder / "cases.json"), str(folder / "results.json")])
     rows = json.loads((folder / "results.json").read_text())
