@@ -41,6 +41,8 @@ def good(name: str) -> Program:
         return flat("mixtral", "fsdp=2,tp=2")
     if name == "dropout":
         return flat("gpt2-dropout", "dp=2,tp=2")
+    if name == "context":
+        return flat("llama-long", "cp=4", "h100-dgx")
     if name == "kept":
         return _changed("llama", "fsdp=4", keep=True)
     if name == "again":

@@ -52,9 +52,8 @@ class Shard:
         return abs(self.outer)
 
     def __str__(self) -> str:
-        extra = (
-            f",outer={self.outer}" if self.outer > 1 else f",zigzag={-self.outer}" if self.outer < 0 else ""
-        )
+        outer = str(self.outer)  # of a template it is a name
+        extra = f",zigzag={outer[1:]}" if outer[0] == "-" else f",outer={outer}" if outer != "1" else ""
         extra += f",inner={self.inner}" if self.inner != 1 else ""
         return f"S({self.dim}{extra})"
 

@@ -109,16 +109,16 @@ def candidate_meshes(
 
 
 def _with_context(mesh: Mesh, ranks: int, total: int) -> list[Mesh]:
-    """The mesh with a part of its data ranks as ``cp``, where the pipeline has fewer microbatches than ranks:
-    as many, and twice as many."""
-    data = [a for a in mesh.axes if a.meaning.splits_batch]
-    if len(data) != 1 or mesh.axes[0] != data[0]:
+    """The mesh with a part of its data ranks as ``cp``, where the pipeline would have fewer microbatches than
+    ranks: then as many."""
+    data, rest = mesh.axes[0], mesh.axes[1:]
+    ways = -(-data.size * ranks // total)
+    if not data.meaning.splits_batch or any(a.meaning.splits_batch for a in rest):
         return []
-    (axis,), rest = data, mesh.axes[1:]
-    least = -(-axis.size * ranks // total)
-    ways = [n for n in (least, 2 * least) if n > 1 and axis.size % n == 0]
-    split = [(Axis(axis.name, axis.size // n),) if axis.size > n else () for n in ways]
-    return [Mesh((*kept, Axis("cp", n), *rest)) for n, kept in zip(ways, split, strict=True)]
+    if ways == 1 or data.size % ways:
+        return []
+    kept = (Axis(data.name, data.size // ways),) if data.size > ways else ()
+    return [Mesh((*kept, Axis("cp", ways), *rest))]
 
 
 def _no_pipeline(world: int, layers: int, rows: int, options: PlanOptions) -> UsageError:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import random
 
 from autoshard.program.program import Program
-from faults import calls, collectives, functions, gradients, memory, messages, placements, schedules, slices
+from faults import (
+    calls,
+    collectives,
+    context,
+    functions,
+    gradients,
+    memory,
+    messages,
+    placements,
+    schedules,
+    slices,
+)
 from faults.fault import Fault, Kind
 
 KINDS: dict[str, Kind] = {
@@ -17,6 +28,7 @@ KINDS: dict[str, Kind] = {
     **messages.KINDS,
     **schedules.KINDS,
     **slices.KINDS,
+    **context.KINDS,
     **memory.KINDS,
 }
 

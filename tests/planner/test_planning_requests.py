@@ -30,7 +30,7 @@ from autoshard.planner.planning import Source, plan_analysed
 from autoshard.search.plan.plan_json import plan_to_json
 from autoshard.search.problem.decisions import ValueVar
 from autoshard.search.select.baselines import _whole_between_layers
-from autoshard.search.select.choose import _Search, choose
+from autoshard.search.select.choose import Searches, _Search, choose
 from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import Staged
 from autoshard.search.solve.formulate import formulate, layer_calls
@@ -106,7 +106,7 @@ def test_a_plan_on_the_mesh_of_a_baseline_may_be_the_better_one() -> None:
     """One that the search did not look at is taken if it was given, fits and is faster."""
     machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH, baselines=True)
     looked_at = [Staged(Mesh.parse("tp=4")), Staged(Mesh.parse("fsdp=2,tp=2"))]
-    search = _Search(analysed("gpt2").model, machine.used_by(4), ask, lambda _: None, None)
+    search = _Search(analysed("gpt2").model, machine, ask, lambda _: None, None, 4, Searches())
     alone = search.many(looked_at)
     told = search.baselines(4, alone)
     found = search.better(alone, [*looked_at, *(Staged(m) for m in mesh_candidates(machine, 4))])

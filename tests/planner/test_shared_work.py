@@ -216,7 +216,7 @@ def test_a_known_solution_stands_unless_another_is_faster() -> None:
 
 def test_free_axes_go_beside_tensor_ranks_as_long_as_that_helps() -> None:
     """On 24 ranks 8 sequences leave 3 for a free axis, whatever tensor ranks there are."""
-    model, machine = analysed("llama").model, load_cluster("h100-dgx").used_by(24)
+    model, machine = analysed("bert").model, load_cluster("h100-dgx").used_by(24)
     meshes = mesh_candidates(machine, 24)
     said: list[str] = []
     found = choose(model, meshes, machine, SearchRequest(batch=8), said.append)

@@ -156,6 +156,7 @@ class Failing(CandidateSolver):
 
     def __init__(self) -> None:
         self.tried: list[Configuration] = []
+        self.evaluator = None
 
     def _fit(self, bnb: BranchAndBound, expected: float) -> bool:
         return False

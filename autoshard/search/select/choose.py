@@ -341,7 +341,7 @@ def _divides_experts(mesh: Mesh) -> bool:
 
 
 def _has_free_axis(mesh: Mesh) -> bool:
-    return any(axis.meaning.is_free and not axis.meaning.divides_sequence for axis in mesh.axes)
+    return any(axis.meaning.is_free for axis in mesh.axes)
 
 
 def _ways_inside(mesh: Mesh) -> int:
