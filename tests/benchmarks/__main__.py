@@ -2,7 +2,7 @@
 ``peers``, ``tools PATH``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, rivals,
-max-lengths.
+max-lengths, context.
 Runs benchmarks and prints their tables; without a name, planning, steps and estimates.
 """
 
@@ -41,6 +41,13 @@ def steps() -> None:
 
     print_steps(CONSOLE, measured())
     print_messages(CONSOLE, messages())
+
+
+def context() -> None:
+    """Step time of one long sequence over four gloo processes, beside Ulysses by hand."""
+    from benchmarks.steps import measured, print_steps
+
+    print_steps(CONSOLE, measured("context_worker"), "Llama, 2 layers, hidden 256, cp=4")
 
 
 def estimates() -> None:
@@ -267,6 +274,7 @@ BENCHMARKS = {
     "saving": saving,
     "rivals": rivals,
     "max-lengths": max_lengths,
+    "context": context,
 }
 #: those that take arguments
 ASKED = {"published": published, "same": same, "sweep": sweep, "agree": agree, "peers": peers, "tools": tools}

@@ -32,13 +32,13 @@ class Messages:
     wire_after: float
 
 
-def measured() -> list[dict[str, Any]]:
-    """Rows of `bench.step_worker`, on 4 gloo processes of one thread each."""
+def measured(worker: str = "step_worker") -> list[dict[str, Any]]:
+    """Rows of a worker, on 4 gloo processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "steps.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "-m", "benchmarks.step_worker", str(out)], check=True, env=env)
+        subprocess.run([*command, "-m", f"benchmarks.{worker}", str(out)], check=True, env=env)
         rows: list[dict[str, Any]] = json.loads(out.read_text())
     return rows
 
@@ -66,8 +66,10 @@ def messages() -> Iterator[Messages]:
             yield Messages(name, mesh, counts[0], counts[1], wires[0], wires[1])
 
 
-def print_steps(console: Console, rows: list[dict[str, Any]]) -> None:
-    console.print("[bold]step time[/] (Llama, 6 layers, hidden 256, batch 8 x 64; AdamW; alternating rounds)")
+def print_steps(
+    console: Console, rows: list[dict[str, Any]], what: str = "Llama, 6 layers, hidden 256, batch 8 x 64"
+) -> None:
+    console.print(f"[bold]step time[/] ({what}; AdamW; alternating rounds)")
     table = Table("case", "autoshard ms", "against", "ms", "median ratio")
     for row in rows:
         others = row["other_s"]
