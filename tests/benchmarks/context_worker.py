@@ -60,7 +60,7 @@ class _Exchange(torch.autograd.Function):
 def _attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, **given: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a part of the heads over all tokens, with key-value heads repeated to divide by the ranks."""
+    """Attention of some heads over all tokens; key-value heads are repeated to divide by the ranks."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
     q, k, v = (_Exchange.apply(x, False) for x in (q, k, v))
