@@ -36,7 +36,7 @@ def torch_placements(layout: Layout) -> list[TorchPlacement]:
     found: list[TorchPlacement] = []
     for placed in layout:
         if isinstance(placed, OurShard):
-            assert placed.inner == 1
+            assert placed.inner == 1 and placed.outer > 0  # a DTensor has no zigzag
             fused = placed.outer > 1
             found.append(_StridedShard(placed.dim, split_factor=placed.outer) if fused else Shard(placed.dim))
         else:

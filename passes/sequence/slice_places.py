@@ -53,9 +53,17 @@ class Places:
 def places_of(whole: Statements, joint: Joint, rules: Mapping[str, RuleFn], slices: int) -> Places:
     """Place all values of a program on the axis of slices.
 
-    Raises UsageError, naming the op and the user's line, if the sequence has no ``slices`` equal parts, or
-    if an op of forward needs positions behind its own slice.
+    Raises UsageError, naming the op and the user's line, if the sequence has no ``slices`` equal parts, if it
+    is divided in a zigzag already, or if an op of forward needs positions behind its own slice.
     """
+    for statement in whole.all:
+        layouts = (whole.values[v].layout for v in statement.makes)
+        if any(isinstance(p, Shard) and p.outer < 0 for layout in layouts for p in layout):
+            raise UsageError(
+                "a sequence that cp divides in a zigzag has no slices",
+                where=statement.node.origin.source or statement.node.op,
+                hint="use a schedule without slices, 1f1b for instance, or another axis than cp",
+            )
     finder = _Finder(whole, joint, rules, slices)
     ways = tuple(finder.way(statement) for statement in whole.all)
     finder.check_results()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from families import family
 from lockstep_check import RTOL, compare_step
-from planned import program
+from pipelines import cuts_of
+from planned import planned, program
 
+from autoshard.api import compile_analysed
+from autoshard.errors import UsageError
 from autoshard.program.program import Program
+from autoshard.search.plan.plan import Pipeline
 from autoshard.verify.static import verify_static
 
 CAUSAL = [
@@ -33,3 +39,11 @@ def test_equal_to_eager(name: str, mesh: str) -> None:
     assert max(errors.values()) < RTOL
     report = verify_static(found)
     assert report.ok and not report.uncovered
+
+
+def test_slices_of_a_zigzag_are_refused() -> None:
+    found = planned("llama-long", "cp=2", "h100-dgx")
+    cuts = cuts_of(found.analysis.folded, 2)
+    plan = replace(found.plan, pipeline=Pipeline(2, 0, "seq1f1b", 1, cuts, 2))
+    with pytest.raises(UsageError, match="zigzag has no slices"):
+        compile_analysed(replace(found, plan=plan))
