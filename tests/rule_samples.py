@@ -694,15 +694,6 @@ def _attention_of_rows(m: Make) -> Iterator[OpSample]:
         yield OpSample("autoshard.sdpa_rows_backward.default", args)
 
 
-def _attention_of_the_last(m: Make) -> Iterator[OpSample]:
-    for positions, channels in ((2, 4), (6, 4), (5, 6)):
-        q, k, v = m.real(4, 3, positions, 4), m.real(4, 3, 6, 4), m.real(4, 3, 6, channels)
-        yield OpSample("autoshard.sdpa_tail.default", (q, k, v, 0.5))
-        out, lse = torch.ops.autoshard.sdpa_tail(q, k, v, 0.5)
-        args = (torch.randn_like(out), q, k, v, out, lse, 0.5)
-        yield OpSample("autoshard.sdpa_tail_backward.default", args)
-
-
 def _experts(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.bincount.default", (m.ints(6, 12), None, 8))
     yield OpSample("aten.histc.default", (m.real(12), 4, -3, 3))
@@ -736,7 +727,6 @@ FAMILIES: tuple[Callable[[Make], Iterator[OpSample]], ...] = (
     _attention,
     _experts,
     _attention_of_rows,
-    _attention_of_the_last,
 )
 
 

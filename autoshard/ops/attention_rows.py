@@ -1,11 +1,10 @@
 """Causal attention of some rows of a sequence over all of its keys: what a rank runs of a divided sequence.
 
-The rows are one block of positions that follow each other, or two of the same length: those that a zigzag
-leaves on a rank (`ir.placement`). Every block attends to the keys before it without a mask and to its own
-causally; the two are joined by their log-sum-exp, as FlashAttention joins its tiles (Dao 2022, section 3.1).
-So no mask of rows by keys is ever made, and keys behind a block cost nothing.
-
-``sdpa_tail`` has the last rows of a sequence, as they are where it is worked on slice by slice.
+The rows are one block of positions that follow each other, as where a sequence is worked on slice by slice, or
+two of the same length: those that a zigzag leaves on a rank (`ir.placement`). Every block attends to the keys
+before it without a mask and to its own causally; the two are joined by their log-sum-exp, as FlashAttention
+joins its tiles (Dao 2022, section 3.1). So no mask of rows by keys is ever made, and keys behind a block cost
+nothing.
 
 Tensors as in `ops.attention`: q [b, h, s, d], k [b, h, t, d], v [b, h, t, e].
 """
@@ -120,55 +119,4 @@ define(
     "int start, bool zigzag) -> (Tensor, Tensor, Tensor)",
     sdpa_rows_backward,
     _fake_rows_backward,
-)
-
-
-def sdpa_tail(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sdpa_rows` of the last s of t positions."""
-    return sdpa_rows(q, k, v, scale, k.shape[2] - q.shape[2], False)
-
-
-def sdpa_tail_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> Gradients:
-    """Gradients of `sdpa_tail`."""
-    return sdpa_rows_backward(grad, q, k, v, out, lse, scale, k.shape[2] - q.shape[2], False)
-
-
-def _fake_tail(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake(q, k, v, None, True, scale)
-
-
-def _fake_tail_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> Gradients:
-    return fake_backward(grad, q, k, v, out, lse, None, True, scale)
-
-
-define(
-    "sdpa_tail(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
-    sdpa_tail,
-    _fake_tail,
-)
-define(
-    "sdpa_tail_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale) "
-    "-> (Tensor, Tensor, Tensor)",
-    sdpa_tail_backward,
-    _fake_tail_backward,
 )

@@ -91,9 +91,9 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def _rows_flops(node: Node, q: TensorType, k: TensorType, v: TensorType) -> float:
-    """Each of the last s of t positions looks at t - s / 2 of them; in a zigzag, at half of them."""
-    s, t = q.shape[2], k.shape[2]
-    seen = 1 - s / (2 * t) if "tail" in node.op and t else 0.5
+    """Of t keys each of s rows looks at half of its block and all before; in a zigzag, at half of them."""
+    start, zigzag = node.args[-2:]
+    seen = 0.5 if zigzag else (start + q.shape[2] / 2) / max(1, k.shape[2])
     return flops(q, k, v, False) * seen
 
 
@@ -127,7 +127,5 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "autoshard.sdpa_backward.default": sdpa_backward,
         "autoshard.sdpa_rows.default": sdpa_rows,
         "autoshard.sdpa_rows_backward.default": sdpa_rows_backward,
-        "autoshard.sdpa_tail.default": sdpa_rows,
-        "autoshard.sdpa_tail_backward.default": sdpa_rows_backward,
     }
 )

@@ -36,7 +36,7 @@ Kind = Literal["whole", "piece", "share", "upto", "corner", "only", "seen", "cut
 Fits = Callable[[Pattern], bool]
 
 _CUT, _JOIN, _VIEW = "aten.slice.Tensor", "aten.cat.default", "aten.reshape.default"
-_TAIL, _TAIL_BACKWARD = "autoshard.sdpa_tail.default", "autoshard.sdpa_tail_backward.default"
+_ROWS, _ROWS_BACKWARD = "autoshard.sdpa_rows.default", "autoshard.sdpa_rows_backward.default"
 _AXIS = "slice"
 
 
@@ -303,8 +303,10 @@ class Pieces:
         args: tuple[Arg, ...] = node.args
         op = node.op
         if number and not isinstance(mask, Ref):
-            op = _TAIL_BACKWARD if back else _TAIL
-            args = (*node.args[:count], node.args[count + 2])
+            assert node.types[0] is not None
+            op = _ROWS_BACKWARD if back else _ROWS
+            start = node.types[0].shape[POSITIONS.dim] // self.slices * number
+            args = (*node.args[:count], node.args[count + 2], start, False)
         if not back:
             outs = tuple(Derived("piece", o, POSITIONS, number) for o in made.outs)
         else:

@@ -65,7 +65,8 @@ def attend(to: SliceEmitter, number: int) -> None:
     elif number == 0:
         _attend(to, to.node.op, (*args, *to.node.args[3:]), number)
     else:
-        _attend(to, "autoshard.sdpa_tail.default", (*args, to.node.args[5]), number)
+        size = to.of.sliced(to.statement.makes[0], POSITIONS).type.shape[POSITIONS.dim]
+        _attend(to, "autoshard.sdpa_rows.default", (*args, to.node.args[5], size * number, False), number)
 
 
 def _attend(to: SliceEmitter, op: str, args: tuple[Arg, ...], number: int) -> None:
@@ -102,7 +103,8 @@ def attend_backward(to: SliceEmitter, number: int) -> None:
     if masks:
         last = (Ref(_mask(to, *masks[0], number)), *to.node.args[7:])
     elif number:
-        op, last = "autoshard.sdpa_tail_backward.default", (to.node.args[8],)
+        start = types[0].shape[POSITIONS.dim] * number
+        op, last = "autoshard.sdpa_rows_backward.default", (to.node.args[8], start, False)
     origin = to.node.origin
     to.emit(Node(op, (*args, *last), (), (own, *added), types, origin, to.statement.backward))
     for name, (inner, value_), what in zip(added, rest, whats, strict=True):

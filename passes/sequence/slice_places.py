@@ -57,7 +57,7 @@ def places_of(whole: Statements, joint: Joint, rules: Mapping[str, RuleFn], slic
     is divided in a zigzag already, or if an op of forward needs positions behind its own slice.
     """
     for statement in whole.all:
-        layouts = (whole.values[v].layout for v in statement.makes)
+        layouts = (whole.values[v].layout for v in statement.makes if v in whole.values)
         if any(isinstance(p, Shard) and p.outer < 0 for layout in layouts for p in layout):
             raise UsageError(
                 "a sequence that cp divides in a zigzag has no slices",

@@ -263,7 +263,7 @@ def test_parts_of_a_program() -> None:
         ]
         assert order == [("forward", c) for c in range(4)] + [("backward", c) for c in (3, 2, 1, 0)]
     seen = {n.types[1].shape[2] for s in lowered.segments.values() for n in s.graph.nodes
-            if n.op == "autoshard.sdpa_tail_backward.default" and n.types[1]}  # fmt: skip
+            if n.op == "autoshard.sdpa_rows_backward.default" and n.types[1]}  # fmt: skip
     assert seen == {SEQ // 2, 3 * SEQ // 4, SEQ}
     # what passes from stage to stage has the size of a slice
     first = next(p for p in lowered.parts if p.stage == 1 and p.slice == 2 and p.phase == "forward")
