@@ -1,10 +1,10 @@
 """Causal attention of some rows of a sequence over all of its keys: what a rank runs of a divided sequence.
 
-The rows are one block of positions that follow each other, as where a sequence is worked on slice by slice, or
-two of the same length: those that a zigzag leaves on a rank (`ir.placement`). Every block attends to the keys
-before it without a mask and to its own causally; the two are joined by their log-sum-exp, as FlashAttention
-joins its tiles (Dao 2022, section 3.1). So no mask of rows by keys is ever made, and keys behind a block cost
-nothing.
+The rows are one block of positions that follow each other, as where a sequence is worked on slice by slice,
+or two of the same length: those that a zigzag leaves on a rank (`ir.placement`). Every block attends to the
+keys before it without a mask and to its own causally; the two are joined by their log-sum-exp, as
+FlashAttention joins its tiles (Dao 2022, section 3.1). So no mask of rows by keys is ever made, and keys
+behind a block cost nothing.
 
 Tensors as in `ops.attention`: q [b, h, s, d], k [b, h, t, d], v [b, h, t, e].
 """
