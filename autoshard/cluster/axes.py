@@ -30,7 +30,7 @@ class AxisMeaning:
 
     @property
     def is_free(self) -> bool:
-        """Whether it does what the search finds cheapest with anything in a layer."""
+        """Whether the search decides what it divides within a sequence, if anything."""
         return self in (FREE, CP)
 
     def allows(self, is_batch: bool) -> bool:

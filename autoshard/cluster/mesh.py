@@ -141,6 +141,13 @@ class Mesh:
             for first in range(start, start + stride)
         )
 
+    def with_sequence_axis(self, name: str, ways: int) -> Mesh:
+        """The mesh in which the data axis, of which there is one, leaves so many of its ranks to another."""
+        (data,) = (axis for axis in self.axes if axis.meaning.splits_batch)
+        rest = (axis for axis in self.axes if axis is not data)
+        kept = (Axis(data.name, data.size // ways),) if data.size > ways else ()
+        return Mesh((*kept, Axis(name, ways), *rest))
+
     def __str__(self) -> str:
         return ",".join(map(str, self.axes))
 

@@ -112,11 +112,8 @@ def dims_compatible(size: int, shards: Sequence[tuple[Shard, int]]) -> bool:
     if len(shards) == 1:
         (only, ways) = shards[0]
         middle, rest = divmod(size, only.blocks * only.inner)
-        return (
-            not rest
-            and (only.outer > 0 or middle % ways == 0)
-            and (middle % ways == 0 or chunk(middle, ways, ways - 1)[1] > 0)
-        )
+        uneven = only.outer > 0 and chunk(middle, ways, ways - 1)[1] > 0
+        return not rest and (middle % ways == 0 or uneven)
     local = size
     taken: list[tuple[int, int]] = []  # (outer, ways) so far, ways multiplied for nested ones
     if any(s.outer < 0 for s, _ in shards) and not _paired(shards):

@@ -21,7 +21,7 @@ def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tenso
     return like.new_empty((b, s, h, channels.shape[3])).transpose(1, 2)
 
 
-def settled(x: torch.Tensor) -> torch.Tensor:
+def in_bshd(x: torch.Tensor) -> torch.Tensor:
     """The same values in the memory order [b, s, h, d]; free if they lie like that already."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -66,7 +66,7 @@ def sdpa_math(
     scores = _scores(q, k, mask, causal, scale)
     lse = torch.logsumexp(scores, -1)
     out = _weights(scores, lse) @ v.to(scores.dtype)
-    return settled(out.to(q.dtype)), lse
+    return in_bshd(out.to(q.dtype)), lse
 
 
 def sdpa_math_backward(
@@ -90,7 +90,7 @@ def sdpa_math_backward(
     inner *= weights
     grad_q = (inner @ k.to(wide)) * scale
     grad_k = (inner.transpose(-1, -2) @ q.to(wide)) * scale
-    return settled(grad_q.to(q.dtype)), settled(grad_k.to(k.dtype)), settled(grad_v.to(v.dtype))
+    return in_bshd(grad_q.to(q.dtype)), in_bshd(grad_k.to(k.dtype)), in_bshd(grad_v.to(v.dtype))
 
 
 def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -110,7 +110,7 @@ def _sdpa_cpu(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
-    return settled(out), lse.contiguous()
+    return in_bshd(out), lse.contiguous()
 
 
 def _sdpa_backward_cpu(
@@ -129,7 +129,7 @@ def _sdpa_backward_cpu(
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
-    return settled(grads[0]), settled(grads[1]), settled(grads[2])
+    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
 
 
 def _flash_fits(
@@ -178,13 +178,13 @@ def _sdpa_cuda(
     q, k, v = _dense(q), _dense(k), _dense(v)
     if _flash_fits(q, k, v, mask, causal):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return settled(found[0]), found[1][..., : q.shape[2]].contiguous()
+        return in_bshd(found[0]), found[1][..., : q.shape[2]].contiguous()
     if not _efficient_fits(q, k, v):
         return sdpa_math(q, k, v, mask, causal, scale)
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned_bias(q, k, mask), True, 0.0, causal, scale=scale
     )
-    return settled(out), lse[..., : q.shape[2]].contiguous()
+    return in_bshd(out), lse[..., : q.shape[2]].contiguous()
 
 
 def _sdpa_backward_cuda(
@@ -238,7 +238,7 @@ def _sdpa_backward_cuda(
         )
     else:
         return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
-    return settled(grads[0]), settled(grads[1]), settled(grads[2])
+    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
 
 
 def fake(

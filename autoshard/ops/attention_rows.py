@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autoshard.ops.attention import Gradients, fake, fake_backward, settled
+from autoshard.ops.attention import Gradients, fake, fake_backward, in_bshd
 from autoshard.torch_adapters.op_library import define
 
 #: (rows of the queries, their keys, whether a row attends to no keys behind it)
@@ -57,8 +57,8 @@ def sdpa_rows(
         outs.append(out)
         sums.append(lse)
     if len(outs) == 1:
-        return settled(outs[0]), sums[0]
-    return settled(torch.cat(outs, 2)), torch.cat(sums, 2)
+        return in_bshd(outs[0]), sums[0]
+    return in_bshd(torch.cat(outs, 2)), torch.cat(sums, 2)
 
 
 def sdpa_rows_backward(

@@ -111,14 +111,11 @@ def candidate_meshes(
 def _with_context(mesh: Mesh, ranks: int, total: int) -> list[Mesh]:
     """The mesh with a part of its data ranks as ``cp``, where the pipeline would have fewer microbatches than
     ranks: then as many."""
-    data, rest = mesh.axes[0], mesh.axes[1:]
-    ways = -(-data.size * ranks // total)
-    if not data.meaning.splits_batch or any(a.meaning.splits_batch for a in rest):
+    data = [axis.size for axis in mesh.axes if axis.meaning.splits_batch]
+    ways = -(-data_ways(mesh) * ranks // total)
+    if len(data) != 1 or ways == 1 or data[0] % ways:
         return []
-    if ways == 1 or data.size % ways:
-        return []
-    kept = (Axis(data.name, data.size // ways),) if data.size > ways else ()
-    return [Mesh((*kept, Axis("cp", ways), *rest))]
+    return [mesh.with_sequence_axis("cp", ways)]
 
 
 def _no_pipeline(world: int, layers: int, rows: int, options: PlanOptions) -> UsageError:

@@ -109,22 +109,27 @@ def cut(index: NDArray[np.int64], outer: int, inner: int, ways: int, coordinate:
     if not outer or len(index) % (abs(outer) * inner):
         return np.empty(0, dtype=np.int64)
     if outer < 0:
-        turned = index.reshape(-outer, ways, -1).copy() if not len(index) % (outer * ways) else index[:0]
-        turned[1::2] = turned[1::2, ::-1]
-        return turned[:, coordinate].reshape(-1) if len(turned) else turned
+        if len(index) % (outer * ways):
+            return np.empty(0, dtype=np.int64)
+        return _turned(index.reshape(-outer, ways, -1))[:, coordinate].reshape(-1)
     blocks = index.reshape(outer, -1, inner)
     step = -(-blocks.shape[1] // ways)
     return blocks[:, coordinate * step : (coordinate + 1) * step].reshape(-1)
+
+
+def _turned(blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[blocks, parts, elements] with the parts of every second block the other way round: a zigzag."""
+    turned = blocks.copy()
+    turned[1::2] = blocks[1::2, ::-1]
+    return turned
 
 
 def join(parts: Sequence[NDArray[np.int64]], outer: int) -> NDArray[np.int64]:
     """The whole of parts of the middle, in order of their coordinates; empty if they do not fit together."""
     if not outer or any(len(p) % outer for p in parts):
         return np.empty(0, dtype=np.int64)
-    blocks = np.stack([p.reshape(abs(outer), -1) for p in parts], axis=1) if outer < 0 else None
-    if blocks is not None:
-        blocks[1::2] = blocks[1::2, ::-1]
-        return blocks.reshape(-1)
+    if outer < 0:
+        return _turned(np.stack([p.reshape(-outer, -1) for p in parts], axis=1)).reshape(-1)
     return np.concatenate([p.reshape(outer, -1) for p in parts], axis=1).reshape(-1)
 
 

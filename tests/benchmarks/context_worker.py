@@ -91,8 +91,8 @@ def ulysses(length: int) -> Step:
 def ours(length: int) -> Step:
     batch = batch_of(length)
     mesh = f"cp={dist.get_world_size()}"
-    made = autoshard.parallelize(model_of(), mesh, example_inputs=batch, cluster="cpu-gloo")
-    return stepper(made, batch, PLAIN)
+    model = autoshard.parallelize(model_of(), mesh, example_inputs=batch, cluster="cpu-gloo")
+    return stepper(model, batch, PLAIN)
 
 
 def main() -> None:

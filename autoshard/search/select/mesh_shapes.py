@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import gcd
 
-from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.search.bound.anchor import AnchorProblem
 from autoshard.search.bound.estimate import Estimated
@@ -71,11 +71,8 @@ class MeshShapes:
             data = [a for a in mesh.axes if a.meaning.splits_batch]
             ways = gcd(rows[staged], data_ways(mesh))
             if staged.ranks == 1 and len(data) == 1 and ways < data[0].size:
-                rest = [a for a in mesh.axes if not a.meaning.splits_batch]
-                split = [Axis(data[0].name, ways)] if ways > 1 else []
                 name = "cp" if self.problems.model.digits.zigzag else "seq"
-                axes = (*split, Axis(name, data[0].size // ways), *rest)
-                usable.append(replace(staged, mesh=Mesh(axes)))
+                usable.append(replace(staged, mesh=mesh.with_sequence_axis(name, data[0].size // ways)))
         # without a data axis it does not matter which one there was
         return list(dict.fromkeys(usable)) or list(meshes)
 
