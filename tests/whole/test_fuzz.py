@@ -129,7 +129,7 @@ def test_what_is_wrong_with_modules_is_found_and_made_smaller(monkeypatch: pytes
 
     monkeypatch.setattr(module_case, "compile_analysed", wrong)
     case = ModuleCase(Model(("linear", "float"), ("conv",), 3, "tuple", LOSSES[1]), "dp=2,tp=2", 0)
-    small, outcome = shrunk_text(case, case.run(), ModuleCase.run, seconds=5)
+    small, outcome = shrunk_text(case, case.run(), ModuleCase.run, seconds=60)
     assert (outcome.kind, outcome.failure) == ("failed", "numbers")
     assert small.model.root == ("linear",) and not small.model.layers
 
