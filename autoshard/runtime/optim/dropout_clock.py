@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from autoshard.runtime.optim.optimizer_hooks import parameters_in
+from autoshard.torch_adapters.step_hooks import after_steps
 
 #: calls of one step that have masks of their own
 _CALLS = 1 << 16
@@ -57,8 +58,7 @@ class DropoutClock:
         """Count the steps of whatever optimizer has these parameters, as long as this lives."""
         for parameter in parameters:
             setattr(parameter, _MARK, self)
-        hook = register_optimizer_step_post_hook(partial(_after_step, ref(self)))
-        finalize(self, hook.remove)
+        after_steps(self, partial(_after_step, ref(self)))
 
     def after_step(self, optimizer: Optimizer) -> None:
         known = self._counts.get(optimizer)
@@ -83,7 +83,6 @@ def share_clock(parameter: torch.Tensor, copy: torch.Tensor) -> None:
         setattr(copy, _MARK, getattr(parameter, _MARK))
 
 
-@torch.compiler.disable
 def _after_step(known: ref[DropoutClock], optimizer: Optimizer, *_: Any) -> None:
     clock = known()
     if clock is not None and any(getattr(p, _MARK, None) is clock for p in parameters_in(optimizer)):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.errors import UsageError
+from autoshard.torch_adapters.step_hooks import before_steps
 
 
 def follow_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
@@ -33,7 +33,7 @@ def follow_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Param
                 _check_fresh(optimizer, [p for p in params if p in table])
                 params[:] = [q for q in (table.get(p, p) for p in params) if q is not None]
 
-    weakref.finalize(model, register_optimizer_step_pre_hook(before_step).remove)
+    before_steps(model, before_step)
 
 
 def _check_fresh(optimizer: Optimizer, old: list[torch.Tensor]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from autoshard.torch_adapters.blocks import is_described, plain_local
 from autoshard.torch_adapters.dtensor import dtensor_like
+from autoshard.torch_adapters.step_hooks import after_steps
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -44,14 +45,13 @@ def keep_blocks(model: nn.Module) -> None:
         return
     known: WeakSet[Optimizer] = WeakSet()
 
-    @torch.compiler.disable
     def after_step(optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in known and any(map(is_described, parameters_in(optimizer))):
             known.add(optimizer)
             optimizer.register_load_state_dict_post_hook(_know_blocks)
             _know_blocks(optimizer)
 
-    finalize(model, register_optimizer_step_post_hook(after_step).remove)
+    after_steps(model, after_step)
 
 
 def _know_blocks(optimizer: Optimizer) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from autoshard.errors import UsageError
 from autoshard.runtime.membership import membership_of
 from autoshard.runtime.optim.optimizer_hooks import parameters_in
+from autoshard.torch_adapters.step_hooks import before_steps
 
 #: parameters that are looked at, and elements of each
 _PARAMETERS, _ELEMENTS = 4, 64
@@ -40,8 +41,7 @@ class Scales:
 
     def watch(self) -> None:
         """Measure before the steps of optimizers, as long as this lives."""
-        hook = register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
+        before_steps(self, partial(_before_step, weakref.ref(self)))
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep some of the gradients, which no one has scaled yet."""

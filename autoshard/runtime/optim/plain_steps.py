@@ -11,22 +11,19 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from autoshard.errors import UsageError
 from autoshard.runtime.optim.dropout_clock import is_followed
 from autoshard.runtime.optim.optimizer_hooks import local, parameters_in
 from autoshard.torch_adapters.dtensor import dtensor_like
+from autoshard.torch_adapters.step_hooks import after_steps, before_steps
 
 if TYPE_CHECKING:
     from autoshard.ir.joint import Port
@@ -96,7 +93,6 @@ def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> No
     taken: WeakKeyDictionary[Optimizer, list[tuple[DTensor, torch.Tensor]]] = WeakKeyDictionary()
     owner = ref(model)
 
-    @torch.compiler.disable
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         kind, module = _kind(optimizer), owner()
         if not kind or module is None:
@@ -132,13 +128,12 @@ def run_plain_steps(model: nn.Module, ports: Callable[[nn.Module], Ports]) -> No
             p.grad = None
             increment_version(p)  # a call whose backward is yet to come sees that it was changed
 
-    @torch.compiler.disable
     def after(optimizer: Optimizer, *_: Any) -> None:
         for p, grad in taken.pop(optimizer, ()):
             p.grad = grad
 
-    for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-        finalize(model, hook.remove)
+    before_steps(model, before)
+    after_steps(model, after)
 
 
 def _step_parts(optimizer: Optimizer, mine: list[tuple[DTensor, torch.Tensor]]) -> None:
