@@ -162,6 +162,7 @@ def _source(model: nn.Module, inputs: Any, options: PlanOptions, rules: Rules) -
         rules,
         options.differentiate,
         precision=options.precision,
+        tile_rows=options.tile_rows or 0,
     )
 
 
@@ -184,7 +185,15 @@ def compile(
     with stages_said(progress) as say:
         if isinstance(plan, Plan):
             args, kwargs = split_inputs(example_inputs)
-            source = Source(model, args, kwargs, bool(plan.replicated), rules, precision=plan.precision)
+            source = Source(
+                model,
+                args,
+                kwargs,
+                bool(plan.replicated),
+                rules,
+                precision=plan.precision,
+                tile_rows=plan.tile_rows,
+            )
             machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
             plan = Planned(plan, source.analysed(say), machine, None, source)
         return Compiled(compile_analysed(plan, say, options_from(PassOptions, passes)))
@@ -218,7 +227,7 @@ def load(
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
     where = whole_mesh(Mesh.parse(plan.mesh), plan)
-    options = PlanOptions(precision=plan.precision)
+    options = PlanOptions(precision=plan.precision, tile_rows=plan.tile_rows or None)
     compiler = ModelCompiler(where, known, options, PassOptions(), rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))
     return cast(M, bind(program, model, devices, seed=seed, captured=captured))

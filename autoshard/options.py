@@ -42,6 +42,12 @@ class PlanOptions:
         "[default: the model's]",
         metavar="bf16",
     )
+    tile_rows: int | None = option(
+        None,
+        "compute MLPs, head and loss for so many tokens of a rank at a time; logits are then not returned "
+        "[default: all at once, if a plan fits like that]",
+        least=1,
+    )
     recompute: bool = option(True, "whether activations may be recomputed in backward")
     pins: tuple[str, ...] = option(
         (), "decide a tensor's placement; may be repeated", flag="--pin", metavar="GLOB=tp:S(0)"

@@ -16,6 +16,7 @@ from autoshard.passes.fuse.fuse_bias import fuse_bias
 from autoshard.passes.fuse.fuse_kernels import fuse_kernels
 from autoshard.passes.memory.offload import Hosting, offload
 from autoshard.passes.memory.recompute import recompute
+from autoshard.passes.memory.tile_rows import tile_rows
 from autoshard.passes.overlap.bucket import bucket_collectives
 from autoshard.passes.overlap.coalesce_layers import join_messages
 from autoshard.passes.overlap.defer_reductions import defer_reductions
@@ -143,7 +144,7 @@ class PassContext:
         return {value for result, value in results if result.kind == "grad" and result.target in late}
 
 
-def _always(context: PassContext) -> bool:
+def _always(context: object) -> bool:
     return True
 
 
@@ -156,16 +157,16 @@ class Pass:
     """
 
     name: str
-    run: Callable[[Any, PassContext], Any]
-    when: Callable[[PassContext], bool] = _always
+    run: Callable[[Any, Any], Any]
+    when: Callable[[Any], bool] = _always
     needs: frozenset[str] = frozenset()
     gives: frozenset[str] = frozenset()
 
 
 def _pass(
     name: str,
-    run: Callable[[Any, PassContext], Any],
-    when: Callable[[PassContext], bool] = _always,
+    run: Callable[[Any, Any], Any],
+    when: Callable[[Any], bool] = _always,
     needs: str = "",
     gives: str = "",
 ) -> Pass:
@@ -240,6 +241,12 @@ SIMPLIFYING = (
     _pass("fold", lambda joint, c: fold_repeats(narrow_parameters(joint)), gives="segments"),
     _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
     _pass("normalize", lambda folded, c: normalize(folded), needs="segments", gives="canonical"),
+    _pass(
+        "tile_rows",
+        lambda folded, c: tile_rows(folded, c.rows, c.rules),
+        lambda c: c.rows > 0,
+        needs="canonical",
+    ),
 )
 #: up to ops on global tensors with their collectives
 PARTITIONING = (
@@ -364,19 +371,27 @@ NUMBERED = {each.name: f"{number:02}_{each.name}" for number, each in enumerate(
 REFINES = NUMBERED["hierarchy"]
 
 
-def run_passes(passes: Sequence[Pass], graph: Any, context: PassContext | None, watch: Watch | None) -> Any:
+def run_passes(passes: Sequence[Pass], graph: Any, context: Any, watch: Watch | None) -> Any:
     """The graph after all of these passes that apply."""
     for each in passes:
-        if context is None or each.when(context):
-            graph = each.run(graph, context)  # type: ignore[arg-type]  # those before the search ask for nothing
+        if each.when(context):
+            graph = each.run(graph, context)
             if watch is not None:
                 watch(NUMBERED[each.name], graph)
     return graph
 
 
-def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
-    """The passes before the search, on what `capture` gives."""
-    folded: Folded = run_passes(SIMPLIFYING, joint, None, watch)
+@dataclass(frozen=True)
+class Tiling:
+    """rows: tokens of a tile on a rank, 0 for no tiles. rules: of all ops."""
+
+    rows: int = 0
+    rules: Mapping[str, RuleFn] = field(default_factory=dict)
+
+
+def simplify(joint: Joint, watch: Watch | None = None, tiling: Tiling | None = None) -> Folded:
+    """The passes before the search, on what `capture` gives. tiling: None for no tiles."""
+    folded: Folded = run_passes(SIMPLIFYING, joint, tiling or Tiling(), watch)
     return folded
 
 

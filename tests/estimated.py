@@ -6,7 +6,7 @@ from benchmarks.estimates_cases import EstimateCase
 from benchmarks.models import bench_batch, bench_llama
 
 
-def small_case(mesh: str, microbatches: int = 1, again: bool = False) -> EstimateCase:
+def small_case(mesh: str, microbatches: int = 1, again: bool = False, tile_rows: int = 0) -> EstimateCase:
     """Two layers of a Llama on four ranks."""
     return EstimateCase(
         "llama",
@@ -17,6 +17,7 @@ def small_case(mesh: str, microbatches: int = 1, again: bool = False) -> Estimat
         1,
         microbatches,
         again,
+        tile_rows,
     )
 
 
@@ -25,4 +26,5 @@ CASES = (
     small_case("tp=4"),
     small_case("fsdp=4", again=True),
     small_case("dp=2,tp=2", microbatches=3),
+    small_case("fsdp=2,tp=2", tile_rows=8),
 )

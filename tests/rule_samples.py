@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers.integrations.moe  # noqa: F401 - defines ops of its own
 
+from autoshard.ir import Graph, Node, Ref, TensorType
+from autoshard.ir.row_tiles import TILES, RowTiles
 from autoshard.verify.rule_check import OpSample
 
 f64, f32, i64 = torch.float64, torch.float32, torch.int64
@@ -530,6 +532,43 @@ def _losses(m: Make) -> Iterator[OpSample]:
         yield OpSample("autoshard.xent_part_backward.default", args)
 
 
+def _tiles(m: Make) -> Iterator[OpSample]:
+    """Two products with what is wide between them, and the gradient of the second one's factor."""
+    for batch, rows in ((2, 6), (1, 5)):
+        count = batch * rows
+        types = {
+            "x": ((batch, rows, 4), "bs."),
+            "a": ((4, 8), ".."),
+            "b": ((8, 6), ".."),
+            "flat": ((count, 4), "n."),
+            "wide": ((count, 8), "n."),
+            "act": ((count, 8), "n."),
+            "y": ((count, 6), "n."),
+            "turned": ((8, count), ".n"),
+            "grad": ((8, 4), ".."),
+        }
+        kinds = {v: k if batch > 1 else k.replace("n", "s").replace("b", ".") for v, (_, k) in types.items()}
+
+        def node(op: str, out: str, *args: Any, types: Any = types) -> Node:
+            given = tuple(Ref(a) if isinstance(a, str) else a for a in args)
+            return Node(f"aten.{op}.default", given, (), (out,), (TensorType(types[out][0], "f64"),))
+
+        nodes = (
+            node("reshape", "flat", "x", (-1, 4)),
+            node("mm", "wide", "flat", "a"),
+            node("relu", "act", "wide"),
+            node("mm", "y", "act", "b"),
+            node("t", "turned", "act"),
+            node("mm", "grad", "turned", "flat"),
+        )
+        inputs = tuple((v, TensorType(types[v][0], "f64")) for v in "xab")
+        body = Graph("tile", inputs, nodes, ("y", "grad"))
+        given = [m.real(*types[v][0]) for v in "xab"]
+        for most in (2, 100):
+            args = RowTiles(most, body, kinds).args([Ref(v) for v in "xab"])
+            yield OpSample(TILES, (tuple(given), *args[1:]))
+
+
 def _ctc(m: Make) -> Iterator[OpSample]:
     counted = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0]]).bool()
     log_probs, lengths = m.real(7, 5, 6).log_softmax(-1), torch.tensor([7, 6, 7, 5, 7])
@@ -727,6 +766,7 @@ FAMILIES: tuple[Callable[[Make], Iterator[OpSample]], ...] = (
     _attention,
     _experts,
     _attention_of_rows,
+    _tiles,
 )
 
 

@@ -95,7 +95,7 @@ class Opener:
                 hint="plan the model with `autoshard plan TARGET ... -o DIR`",
             )
         sizes = _sizes(plan, request)
-        key = (request.target, *sorted(sizes.items()), bool(plan.replicated))
+        key = (request.target, *sorted(sizes.items()), bool(plan.replicated), plan.tile_rows)
         machine = cluster or load_cluster(plan.cluster)
         if key not in self._cache:
             path = self.rules or (Path(request.rules) if request.rules else None)
@@ -104,7 +104,13 @@ class Opener:
             built = build(request.target, batch=sizes.get("batch"), seq=sizes.get("seq"))
             args, kwargs = split_inputs(built.inputs)
             source = Source(
-                built.model, args, kwargs, bool(plan.replicated), custom_rules, precision=plan.precision
+                built.model,
+                args,
+                kwargs,
+                bool(plan.replicated),
+                custom_rules,
+                precision=plan.precision,
+                tile_rows=plan.tile_rows,
             )
             self._cache[key] = Planned(plan, source.analysed(self.say), machine, None, source)
         return replace(self._cache[key], plan=plan, cluster=machine)

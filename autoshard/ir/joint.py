@@ -11,6 +11,8 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.types import TensorType
 
 PortKind = Literal["param", "buffer", "input", "tangent", "const"]
+#: a leaf of the output
+NOT_MADE = ("not made", "")
 ResultKind = Literal["output", "grad", "input_grad", "buffer"]
 
 
@@ -63,7 +65,8 @@ class Joint:
         non-tensor argument is fixed at capture.
     out_tree: JSON text of the pytree of the model's output.
     out_leaves: for each flattened output ``("tensor", "grad")`` if the model's own run would have a gradient
-        for it, ``("tensor", "")`` if not, ``("static", repr)`` (None, numbers).
+        for it, ``("tensor", "")`` if not, ``("static", repr)`` (None, numbers), `NOT_MADE` for a tensor that
+        never exists for all tokens (`passes.memory.tile_rows`).
     input_names: for each flattened call argument its path, for messages (``input_ids``, ``args[0]``).
     tied: alias parameter name -> the name its port has.
     frozen: names of parameters without gradient.

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autoshard.ir import Folded, Joint
 from autoshard.ir.flow import Flow, flow_of
-from autoshard.passes.pipeline import simplify
+from autoshard.passes.pipeline import Tiling, simplify
 from autoshard.planner.fingerprint import fingerprint
 from autoshard.program.dumps import Dumps, Shot
 from autoshard.rules.core import Factored, RuleFn
@@ -48,16 +48,19 @@ def analyse(
     replicate_unknown: bool = False,
     rules: Rules = None,
     progress: Callable[[str], None] | None = None,
+    tile_rows: int = 0,
 ) -> Analysis:
     """Simplify a captured model and find its rules. Raises NoRuleError naming all ops without one.
 
-    rules: the user's own, beside those that come with autoshard.
+    rules: the user's own, beside those that come with autoshard. tile_rows: tokens of a tile of what is wide
+    (`passes.memory.tile_rows`), 0 for no tiles.
     """
     say = progress or (lambda _: None)
     table = rule_table(RULES, rules)
     say("folding")
     shots: dict[str, Shot] = {}
-    folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")))
+    tiling = Tiling(tile_rows, table)
+    folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")), tiling)
     flow = flow_of(folded)
     say("finding rules")
     rules_found, replicated = rules_for(folded, replicate_unknown=replicate_unknown, table=table)

@@ -18,6 +18,12 @@ from autoshard.simulate.stage_costs import StagePrices
 _HALVINGS = 4
 
 
+class HostFullError(InfeasibleError):
+    """The memory of a node does not hold what waits there. missing: bytes that a rank must hold itself."""
+
+    missing: float = 0.0
+
+
 @dataclass(frozen=True)
 class HostNeed:
     """The node that holds most. held: bytes of its fullest rank. devices: ranks on the node."""
@@ -39,14 +45,14 @@ def need_of(prices: StagePrices) -> HostNeed:
 
 
 def check_host(prices: StagePrices) -> None:
-    """InfeasibleError if what is offloaded does not fit the memory of a node."""
+    """HostFullError if what is offloaded does not fit the memory of a node."""
     if not prices.program.offload:
         return
     need, capacity = need_of(prices), host_of(prices.cluster.device).memory_bytes
     if need.bytes <= capacity:
         return
     held = need.held
-    failure = InfeasibleError(
+    failure = HostFullError(
         f"what is offloaded takes {bytes_up(need.bytes)} of host memory, a node has {bytes_up(capacity)}",
         where=f"{need.devices} ranks on a node, each with parameters {bytes_up(held.parameters)}, gradients "
         f"{bytes_up(held.gradients)}, optimizer {bytes_up(held.optimizer)}, activations "
@@ -54,6 +60,7 @@ def check_host(prices: StagePrices) -> None:
         hint="offload less, or use more ranks on fsdp or tp",
     )
     failure.smallest_bytes = need.bytes
+    failure.missing = (need.bytes - capacity) / need.devices
     raise failure
 
 
@@ -85,7 +92,7 @@ def least_offload(
     that as few of them as fit the memory; all of them, if not even that fits.
 
     build: the program, given what share is stored of the activations that the device has to wait for. Raises
-    InfeasibleError if the host has too little memory.
+    HostFullError if the host has too little memory.
     """
     program = build(0.0)
     if not program.offload:

@@ -22,7 +22,7 @@ from autoshard.options import PassOptions
 from autoshard.passes.pipeline import LoweringOptions, lower, lower_by_share
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.depth_extrapolation import SimulatedStep, TruncatedRun, extrapolate_depth
-from autoshard.planner.host_memory import HostNeed, least_offload, need_of
+from autoshard.planner.host_memory import HostFullError, HostNeed, least_offload, need_of
 from autoshard.planner.lowering import laid_for, lowering_of, saving_of, schedule_of
 from autoshard.planner.stage_partition import (
     Schedules,
@@ -120,6 +120,8 @@ class MemoryFitter:
         #: calls that are recomputed -> bytes beyond the budget but for states, with all activations in host
         #: memory that can be there, the least
         self._over_hosted: dict[Hashable, float] = {}
+        #: why the last program that was too large for the host's memory was that
+        self._host_full: HostFullError | None = None
 
     def seconds(self, solution: CandidateSolution) -> float:
         """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
@@ -153,6 +155,7 @@ class MemoryFitter:
         return fit
 
     def _made(self, solution: CandidateSolution, limit: float, spent: Callable[[], bool]) -> MemoryFit:
+        self._host_full = None
         over, fit = self._over(solution)
         if fit is not None and over <= 0:
             return fit
@@ -210,7 +213,7 @@ class MemoryFitter:
             return MemoryFit(slower)
         config = solution.configuration
         self._failed[alike(config)] = max(_stored_ways(config), self._failed.get(alike(config), 0))
-        raise self._failure(solution, first, measured[0][1])
+        raise self._host_full or self._failure(solution, first, measured[0][1])
 
     def _less(self, share: float, over: float, tried: CandidateSolution) -> float:
         """The share of the memory to try after one with which so many bytes are missing."""
@@ -258,7 +261,11 @@ class MemoryFitter:
                 return inf, None
         if self.request.budget is None:
             return 0.0, MemoryFit(tried, staging)
-        peak = self.peak(tried, staging)
+        try:
+            peak = self.peak(tried, staging)
+        except HostFullError as error:
+            self._host_full = error
+            return error.missing, None
         if staging is not None and peak.over > 0:
             staging, peak = self._recut(tried, staging, peak)
         kind, more = _kind_of(tried), peak.bytes - tried.placements.bytes

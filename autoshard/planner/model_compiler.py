@@ -107,7 +107,14 @@ class ModelCompiler:
     ) -> Source:
         stored = {name: layout for name, layout, _ in options.stored}
         return Source(
-            model, *inputs, replicate_unknown, self.rules, options.differentiate, stored, options.precision
+            model,
+            *inputs,
+            replicate_unknown,
+            self.rules,
+            options.differentiate,
+            stored,
+            options.precision,
+            options.tile_rows or 0,
         )
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
@@ -134,7 +141,8 @@ class ModelCompiler:
             if found.here is not None:
                 return found.here
             plan = plan_from_json(program.plan)
-            source = self._source(module, inputs, bool(plan.replicated), options)
+            tiled = replace(options, tile_rows=plan.tile_rows or None)
+            source = self._source(module, inputs, bool(plan.replicated), tiled)
             return Planned(plan, source.analysed(lambda _: None), self._machine(module), None, source)
 
         @cache

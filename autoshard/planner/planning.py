@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.recipe import hosted, recipe_named
 from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
+from autoshard.ir import Joint
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.placement import Layout, parse_placement
 from autoshard.ir.units import bytes_text
@@ -28,7 +29,7 @@ from autoshard.planner.stage_partition import Staging
 from autoshard.rules.user import Rules
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
-from autoshard.search.problem.problem import batch_of, experts_of
+from autoshard.search.problem.problem import batch_of, experts_of, tokens_of
 from autoshard.search.problem.rescale_batch import distinct_batch
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import Searches, choose
@@ -41,6 +42,8 @@ from autoshard.simulate.device_memory import DeviceMemory, device_memory
 from autoshard.simulate.peaks import Peaks
 
 Progress = Callable[[str], None]
+#: tokens of a tile on a rank, where a plan needs tiles: products of so many rows reach their full rate
+TILE_ROWS = 2048
 #: how often a plan is made again with less memory, at most
 MOST_REPLANS = 2
 
@@ -51,6 +54,7 @@ class Source:
 
     differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
     layers that differ in them are planned each for itself. precision: to compute in, "" for the model's.
+    tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`).
     """
 
     model: nn.Module
@@ -61,6 +65,7 @@ class Source:
     differentiate: Differentiate = "auto"
     stored: Mapping[str, str] = field(default_factory=dict)
     precision: str = ""
+    tile_rows: int = 0
 
     def analysed(self, say: Progress) -> Analysis:
         """Capture the model and find its rules."""
@@ -72,11 +77,20 @@ class Source:
             differentiate=self.differentiate,
             precision=self.precision,
         )
-        analysis = analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
+        analysis = self._of(joint, say)
         if all(len({self.stored.get(p.target) for p in c.ports}) < 2 for c in analysis.flow.classes.values()):
             return analysis
         joint = replace(joint, apart={p.name: self.stored.get(p.target, "") for p in joint.ports})
-        return analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
+        return self._of(joint, say)
+
+    def _of(self, joint: Joint, say: Progress) -> Analysis:
+        return analyse(
+            joint,
+            replicate_unknown=self.replicate_unknown,
+            rules=self.rules,
+            progress=say,
+            tile_rows=self.tile_rows,
+        )
 
     def with_batch(self, analysis: Analysis, batch: int) -> Source:
         """The same with inputs of ``batch`` sequences; values do not matter to a capture."""
@@ -189,7 +203,14 @@ class PlanningRequest:
         for _ in range(MOST_REPLANS):
             if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
                 break  # as asked for, or it fits
-            smaller = replace(request, memory=(request.memory or self.memory) - found.device.missing)
+            assert found.source is not None
+            smaller = replace(
+                request,
+                memory=(request.memory or self.memory) - found.device.missing,
+                options=replace(self.options, offload=found.plan.offload),
+            )
+            if found.source.tile_rows != source.tile_rows:
+                source, analysis, searches = found.source, found.analysis, Searches()
             self.progress("planning with less memory")
             try:
                 found = self._on_device(smaller.planned_from(source, analysis, searches))
@@ -212,8 +233,52 @@ class PlanningRequest:
         return replace(planned, device=device_memory(planned.peaks()))
 
     def planned_from(self, source: Source, analysis: Analysis, searches: Searches | None = None) -> Planned:
-        """The same, of a source that was captured and analysed already. searches: before this one."""
+        """The same, of a source that was captured and analysed already. searches: before this one.
+
+        Where nothing fits the memory, what is wide is computed in tiles, and then activations wait in host
+        memory as well, unless the options say otherwise; a warning of the plan says so.
+        """
         searches = searches or Searches()
+        try:
+            return self._of_any_batch(source, analysis, searches)
+        except InfeasibleError as error:
+            last = error
+        tiled, tiled_analysis = source, analysis
+        best: Planned | None = None
+        for request, rows, text in self._roomier(source, analysis):
+            self.progress(f"planning with {text}")
+            if rows != tiled.tile_rows:
+                tiled = replace(source, tile_rows=rows)
+                tiled_analysis, searches = tiled.analysed(self.progress), Searches()
+            try:
+                found = request._of_any_batch(tiled, tiled_analysis, searches)
+            except InfeasibleError as error:
+                last = error
+                continue
+            if best is None or _step_of(found) < _step_of(best):
+                warning = f"planned with {text}: nothing fits the memory without tiles"
+                best = replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, warning)))
+            if not found.plan.recompute:
+                break  # with activations in host memory, it could not recompute less
+        if best is None:
+            raise last
+        return best
+
+    def _roomier(self, source: Source, analysis: Analysis) -> Iterator[tuple[PlanningRequest, int, str]]:
+        """(request, tokens of a tile, in words) of ways to hold less, to be tried one after the other."""
+        options, rows = self.options, source.tile_rows
+        least = whole_state(analysis.model, self.request.recipe) / self.ranks
+        few = tokens_of(analysis.folded) < self.ranks * TILE_ROWS
+        if self.memory is None or least > self.memory or few:
+            return  # parameters and their states alone are too much, or what tiles could divide is little
+        if not options.tile_rows:
+            rows = TILE_ROWS
+            yield self, rows, f"tiles of {rows:,} tokens in MLPs, head and loss (logits are not returned)"
+        if not options.offload and self.machine.device.host is not None:
+            hosting = replace(self, options=replace(options, offload="activations"))
+            yield hosting, rows, f"tiles of {rows:,} tokens and activations in host memory"
+
+    def _of_any_batch(self, source: Source, analysis: Analysis, searches: Searches) -> Planned:
         try:
             return self._planned(source, analysis, searches)
         except BatchError as error:
@@ -270,7 +335,11 @@ class PlanningRequest:
             among=among,
             searches=searches,
         )
-        return replace(planned, source=source, plan=replace(planned.plan, precision=source.precision))
+        return replace(
+            planned,
+            source=source,
+            plan=replace(planned.plan, precision=source.precision, tile_rows=source.tile_rows),
+        )
 
     def _candidates(self, analysis: Analysis) -> list[Staged]:
         layers = sum(layer_calls(analysis.folded).values())
@@ -302,6 +371,13 @@ def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:
     """The same without microbatches of a single sequence. total: sequences of a step."""
     larger = [[b for b in s.batches or microbatch_sizes(s.mesh, total) if b > 1] for s in meshes]
     return [replace(s, batches=tuple(b)) for s, b in zip(meshes, larger, strict=True) if b]
+
+
+def _step_of(planned: Planned) -> float:
+    """Seconds of a step, simulated where that was done."""
+    assert planned.solution is not None
+    step = None if planned.peak is None else planned.peak.step
+    return planned.solution.placements.seconds if step is None else step
 
 
 def _among(solution: CandidateSolution, all_: CandidateSolution) -> CandidateSolution:
@@ -403,12 +479,13 @@ def _chosen(
         try:
             known = None if best is None else (best, fitter.whole_seconds(best))
             solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches, known)
+            if len(wider) == 1 or solution.interrupted:
+                return best or solution
+            slower = known is not None and fitter.whole_seconds(solution) >= known[1]
         except InfeasibleError as error:
             failure = failure or error
             continue
-        if len(wider) == 1 or solution.interrupted:
-            return best or solution
-        if best is not None and fitter.whole_seconds(solution) >= fitter.whole_seconds(best):
+        if slower:
             break
         # baselines are only reported where it was looked for
         best = solution if best is None else replace(solution, baselines=best.baselines)

@@ -23,6 +23,7 @@ Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Texts: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=MAX_ENTRIES)]
 #: arguments and outputs of the model: a kind and, of a static one, its value
 _Leaf: TypeAlias = tuple[Literal["tensor", "static"], Annotated[str, Meta(max_length=10_000)]]
+_OutLeaf: TypeAlias = tuple[Literal["tensor", "static", "not made"], Annotated[str, Meta(max_length=10_000)]]
 _Leaves: TypeAlias = Annotated[tuple[_Leaf, ...], Meta(max_length=MAX_ENTRIES)]
 _Pairs: TypeAlias = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_ENTRIES)]
 
@@ -34,7 +35,7 @@ class StoredSignature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_tree: Text
     in_leaves: _Leaves
     out_tree: Text
-    out_leaves: _Leaves
+    out_leaves: Annotated[tuple[_OutLeaf, ...], Meta(max_length=MAX_ENTRIES)]
     input_names: _Texts
     tied: _Pairs
     frozen: _Texts

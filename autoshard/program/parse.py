@@ -25,9 +25,12 @@ from autoshard.ir import (
     Ref,
     ShardOf,
     TensorType,
+    refs_of,
 )
+from autoshard.ir.collectives import COLLECTIVES
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout, Placement, Shard, parse_placement
+from autoshard.ir.row_tiles import KINDS, TILES, tiles_of
 from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
@@ -80,7 +83,7 @@ def _placement(word: str, axis: str, shape: tuple[int, ...], node: ast.AST | Non
 
 class _Reader:
     def __init__(self, names: Sequence[str], ops: Collection[str]) -> None:
-        self.names, self.ops = tuple(names), ops
+        self.names, self.ops = tuple(names), frozenset(ops)
         #: those of the user's own ops as well
         self.namespaces = {*NAMESPACES, *(op.split(".")[0] for op in ops)} - {"aten"}
 
@@ -216,7 +219,19 @@ class _Reader:
             (k.arg or _fail("** is not allowed", node), self.arg(k.value, known)) for k in value.keywords
         )
         types = tuple(declared[o].type if o in declared else None for o in outs)
-        return Node(op, args, kwargs, tuple(outs), types, Origin(), backward)
+        made = Node(op, args, kwargs, tuple(outs), types, Origin(), backward)
+        if op == TILES:
+            self.tiles(made, node)
+        return made
+
+    def tiles(self, made: Node, node: ast.stmt) -> None:
+        """Check the body of an op that runs in tiles, which stands among its arguments."""
+        try:
+            fits = _is_body(made, self.ops - {TILES, *COLLECTIVES})
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError):
+            fits = False
+        if not fits:
+            _fail("the body of row_tiles is not one", node)
 
     def returned(self, node: ast.Return, known: Collection[str]) -> tuple[str, ...]:
         if not isinstance(node.value, ast.Tuple):
@@ -225,6 +240,21 @@ class _Reader:
         if len(names) != len(node.value.elts) or any(n not in known for n in names):
             _fail("return must give values that were made", node)
         return names
+
+
+def _is_body(made: Node, ops: frozenset[str]) -> bool:
+    """Whether an op that runs in tiles has a body of these ops, which uses what there is."""
+    tiles = tiles_of(made)
+    body, known = tiles.body, {name for name, _ in tiles.body.inputs}
+    if len(known) != len(made.args[0]) or len(body.outputs) != len(made.outs):
+        return False
+    for inner in body.nodes:
+        if inner.op not in ops or not known.issuperset(refs_of(inner)) or not known.isdisjoint(inner.outs):
+            return False
+        known.update(inner.outs)
+    cut = ((tiles.kinds[v], t.shape) for v, t in body.types().items())
+    told = all(len(kinds) == len(shape) and set(kinds) <= KINDS for kinds, shape in cut)
+    return told and known.issuperset(body.outputs) and type(tiles.rows) is int and tiles.rows > 0
 
 
 def _plain_def(fn: ast.FunctionDef) -> None:

@@ -14,6 +14,7 @@ from autoshard.ir import Arg, Call, CallSite, Dtype, LocalOffset, LocalSize, Nod
 from autoshard.ir.boundaries import Wire, part_name, returns_of, wires_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
+from autoshard.ir.row_tiles import TILES
 from autoshard.program.collectives import collectives_of
 from autoshard.program.program import FORMAT, NodeNote, Program
 
@@ -69,15 +70,29 @@ def call_text(op: str, args: Iterable[Arg], kwargs: Iterable[tuple[str, Arg]]) -
 
 def node_lines(node: Node, layouts: Mapping[str, Layout], names: Sequence[str]) -> list[str]:
     """One statement; several outputs have their types on lines of their own."""
-    right = call_text(node.op, node.args, node.kwargs)
+    (right, *more) = tiles_lines(node) if node.op == TILES else [call_text(node.op, node.args, node.kwargs)]
     typed = [
         f'{out}: "{type_text(type_, layouts[out], names)}"'
         for out, type_ in zip(node.outs, node.types, strict=True)
         if type_ is not None
     ]
     if len(node.outs) == 1 and typed:
-        return [f"{typed[0]} = {right}"]
-    return [*typed, f"{', '.join(node.outs)}{',' if len(node.outs) == 1 else ''} = {right}"]
+        return [f"{typed[0]} = {right}", *more]
+    return [*typed, f"{', '.join(node.outs)}{',' if len(node.outs) == 1 else ''} = {right}", *more]
+
+
+def tiles_lines(node: Node) -> list[str]:
+    """The call of a body that runs in tiles, a line for each of its inputs and ops."""
+    given, rows, inputs, statements, outputs, again = node.args
+    head = f"{op_text(node.op)}({arg_text(given)}, {rows}, ("
+    body = [f"    {arg_text(each)}," for each in statements]
+    return [
+        head,
+        *(f"    {arg_text(each)}," for each in inputs),
+        "), (",
+        *body,
+        f"), {arg_text(outputs)}, {again})",
+    ]
 
 
 def segment_lines(segment: LoweredSegment, notes: Sequence[NodeNote], names: Sequence[str]) -> list[str]:

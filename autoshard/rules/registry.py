@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from autoshard.errors import AutoshardError, NoRuleError
 from autoshard.ir import Folded, Node, TensorType, refs_of
+from autoshard.ir.row_tiles import TILES
 from autoshard.rules import (
     attention,
     create,
@@ -25,9 +26,10 @@ from autoshard.rules import (
     view,
 )
 from autoshard.rules.core import Factored, RuleFn, opaque
+from autoshard.rules.row_tiles import rule_with
 from autoshard.torch_adapters.random_ops import is_random
 
-RULES: Mapping[str, RuleFn] = MappingProxyType(
+_SINGLE: Mapping[str, RuleFn] = MappingProxyType(
     {
         op: fn
         for family in (
@@ -49,6 +51,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         for op, fn in family.RULES.items()
     }
 )
+RULES: Mapping[str, RuleFn] = MappingProxyType({**_SINGLE, TILES: rule_with(_SINGLE)})
 
 
 @dataclass(frozen=True, slots=True)

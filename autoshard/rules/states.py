@@ -60,7 +60,7 @@ class AxisState:
         return self.factor is not None
 
 
-def _place(
+def placement_of(
     dims: Dims, type_: TensorType, sizes: Sequence[int], factor: int, digit: Digit, ways: int
 ) -> Placement | None:
     """Placement of a tensor when a part of a factor is split; None if that cannot be; R if it lacks it."""
@@ -76,6 +76,22 @@ def _place(
     return R
 
 
+def digit_of(dims: Dims, sizes: Sequence[int], placed: Placement, ways: int) -> tuple[int, Digit] | None:
+    """The factor, and the part of it, that a placement of a tensor splits; None if it splits none."""
+    if not isinstance(placed, Shard):
+        return None
+    above, whole = 1, prod(sizes[f] for f in dims[placed.dim])
+    for factor in dims[placed.dim]:
+        size = sizes[factor]
+        part, rest = divmod(placed.outer, above)
+        if part and not rest and size % part == 0:
+            digit: Digit = (part, size // abs(part), -1)
+            if shard_of_digit(whole, placed.dim, placed.outer, digit[1], ways) == placed:
+                return factor, digit
+        above *= size
+    return None
+
+
 def split_state(
     rule: Factored,
     ins: Sequence[TensorType],
@@ -88,7 +104,7 @@ def split_state(
     reduce = dict(rule.reduce).get(factor)
     inputs: list[Placement] = []
     for dims, type_ in zip(rule.inputs, ins, strict=True):
-        placed = _place(dims, type_, rule.sizes, factor, digit, ways)
+        placed = placement_of(dims, type_, rule.sizes, factor, digit, ways)
         if placed is None:
             return None
         inputs.append(placed)
@@ -97,7 +113,7 @@ def split_state(
         if out_dims is None or out_type is None:
             outputs.append(None)
             continue
-        placed = _place(out_dims, out_type, rule.sizes, factor, digit, ways)
+        placed = placement_of(out_dims, out_type, rule.sizes, factor, digit, ways)
         if placed is None:
             return None
         if placed == R:
@@ -126,8 +142,8 @@ def exchange_state(
         if dims is None or type_ is None:
             placed.append(None)
             continue
-        by_rows = _place(dims, type_, rule.sizes, rows, digit, ways)
-        by_owner = _place(dims, type_, rule.sizes, owners, whole, ways)
+        by_rows = placement_of(dims, type_, rule.sizes, rows, digit, ways)
+        by_owner = placement_of(dims, type_, rule.sizes, owners, whole, ways)
         if by_rows is None or by_owner is None or R not in (by_rows, by_owner):
             return None
         placed.append(by_owner if by_rows == R else by_rows)

@@ -166,6 +166,11 @@ class RankProgram:
             if self.watch is not None:
                 self.watch.at.layer = item.label
             try:
+                # the call alone holds what nothing else needs, and lets go of it after its last use
+                for name in item.moved:
+                    env.pop(name, None)
+                for name in item.counted:
+                    env.used(name)
                 results = item.run(args) if look is None else look.run(item, args)
             except RuntimeError as error:
                 if is_out_of_memory(error):
@@ -175,8 +180,6 @@ class RankProgram:
             del args, results
             for name in item.dead:
                 env.pop(name, None)
-            for name in item.counted:
-                env.used(name)
         for name in self.pending.get(key, ()):
             if name in env:
                 env[name] = arrived(env[name]) if look is None else look.arrived(env, [name])[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from autoshard.errors import UsageError
 from autoshard.torch_adapters.dtensor import Spec, without_torch_function
 
 #: attributes of a tensor that hold its data, or are computed from it
@@ -91,6 +92,40 @@ class ShardedOutput(DTensor):
                 return cls.of(args[0].detach(), args[0].autoshard_rows)
         args, kwargs = pytree.tree_map_only(ShardedOutput, plain, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class NotMade:
+    """In the place of an output that the program never has for all tokens at once: logits, with tiles.
+
+    Whatever is asked of it raises UsageError.
+    """
+
+    def __repr__(self) -> str:
+        return "<not made: the plan computes it in tiles>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:
+        _not_made(getattr(func, "__name__", "it"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _not_made(name)
+
+    def __getitem__(self, key: object) -> NoReturn:
+        _not_made("an index")
+
+    def __iter__(self) -> NoReturn:
+        _not_made("iteration")
+
+
+def _not_made(what: str) -> NoReturn:
+    raise UsageError(
+        f"{what} of an output that is not made",
+        why="head and loss are computed for some tokens at a time (tile_rows), so that logits of all of them "
+        "never exist",
+        hint="call the model in eval mode for logits, or plan with more memory and without tile_rows",
+    )
 
 
 def plain(x: ShardedOutput) -> torch.Tensor:

@@ -12,8 +12,10 @@ from autoshard.ir import Call, CallSite, Graph, Node, Ref, refs_of
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import Instruction
 from autoshard.ir.offload import HOST_OPS
+from autoshard.ir.row_tiles import TILES, tiles_of
 from autoshard.runtime.pending import Issue
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
+from autoshard.runtime.row_tiles import run_in_tiles
 
 Env = list[Any]
 #: the file name of a segment's function in tracebacks
@@ -125,14 +127,16 @@ class PreparedSegment:
     def finish(self, env: Env) -> tuple[Any, ...]:
         return tuple(env[slot] for slot in self.outputs)
 
-    def __call__(self, args: Sequence[Any], site: int) -> tuple[Any, ...]:
+    def __call__(self, args: list[Any], site: int) -> tuple[Any, ...]:
+        """Run it; the list of arguments is empty afterwards."""
         return self._run(args, site)
 
     @cached_property
-    def _run(self) -> Callable[[Sequence[Any], int], tuple[Any, ...]]:
+    def _run(self) -> Callable[[list[Any], int], tuple[Any, ...]]:
         """All steps as one function, written at the first call: slots are its local variables."""
         source = _Source()
         source.unpack(range(self.inputs), "args")
+        source.lines.append("args.clear()")
         for step in self.steps:
             source.add(step)
         source.lines.append(f"return ({''.join(f'v{slot}, ' for slot in self.outputs)})")
@@ -140,10 +144,10 @@ class PreparedSegment:
 
 
 class PreparedItem:
-    """An instruction of main. dead: values to drop after it. counted: values of which the part's use is over
-    after it."""
+    """An instruction of main. moved: arguments that nothing behind it uses. counted: those of which the
+    part's use is over with it. dead: results that nothing uses."""
 
-    __slots__ = ("args", "body", "counted", "dead", "instruction", "label", "outs", "site")
+    __slots__ = ("args", "body", "counted", "dead", "instruction", "label", "moved", "outs", "site")
 
     def __init__(
         self,
@@ -157,10 +161,11 @@ class PreparedItem:
         self.label, self.site = "", 0
         if isinstance(instruction, Call):
             self.label, self.site = instruction.label, instruction.site
-        self.dead, self.counted = tuple(dead), tuple(counted)
+        self.moved = tuple(name for name in dead if name in args)
+        self.dead, self.counted = tuple(name for name in dead if name not in args), tuple(counted)
 
-    def run(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Its results; nothing of it refers to the arguments afterwards."""
+    def run(self, args: list[Any]) -> Sequence[Any]:
+        """Its results. A segment empties the list, and holds each argument until its last use there."""
         if isinstance(self.body, PreparedSegment):
             return self.body(args, self.site)
         (step,), slots, ends = self.opened(args)
@@ -227,10 +232,10 @@ class _Source:
             given[-1] = f"**{self.name(fixed)}, **{{{named}}}"
         return given
 
-    def function(self) -> Callable[[Sequence[Any], int], tuple[Any, ...]]:
+    def function(self) -> Callable[[list[Any], int], tuple[Any, ...]]:
         text = "def segment(args, site):\n" + "".join(f"    {line}\n" for line in self.lines)
         exec(compile(text, SEGMENT, "exec"), self.names)
-        made: Callable[[Sequence[Any], int], tuple[Any, ...]] = self.names["segment"]
+        made: Callable[[list[Any], int], tuple[Any, ...]] = self.names["segment"]
         return made
 
 
@@ -256,6 +261,9 @@ def function_of(
     """What runs a node on a rank. collective: makes that of a ``comm`` or ``host`` node."""
     if is_collective(node) or node.op in HOST_OPS:
         return collective(node, view)
+    if node.op == TILES:
+        tiles = tiles_of(node)
+        return run_in_tiles(tiles, PreparedSegment(tiles.body, view, collective, device))
     op = find_op(node.op)
     if makes_on_device(op):
         return lambda *args, **kwargs: op(*args, **kwargs, device=device)
@@ -263,7 +271,7 @@ def function_of(
 
 
 def _plan_frees(graph: Graph, steps: Sequence[PreparedCall], slots: Mapping[str, int]) -> None:
-    """Free each slot after its last use; inputs and outputs belong to the caller."""
+    """Free each slot after its last use; outputs belong to the caller."""
     keep = {slots[o] for o in graph.outputs}
     seen: set[int] = set(keep)
     for node, step in zip(reversed(graph.nodes), reversed(list(steps)), strict=True):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Port
+from autoshard.ir.joint import NOT_MADE
 from autoshard.ir.placement import Layout, Shard, local_shape
 from autoshard.program.holders import holders_of
 from autoshard.program.messages import moves_of
@@ -37,7 +38,7 @@ from autoshard.runtime.host import in_host_memory
 from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.grad_scaler import agreement_of
 from autoshard.runtime.optim.optimizer_hooks import local
-from autoshard.runtime.outputs import Rows, ShardedOutput
+from autoshard.runtime.outputs import NotMade, Rows, ShardedOutput
 from autoshard.runtime.parallel_class import users_class
 from autoshard.runtime.shard_utils import shard_tensor
 from autoshard.runtime.transport.transport import Transport
@@ -409,8 +410,9 @@ class Runner:
         """What the model returns, from its tensors."""
         flat: list[Any] = []
         feed = iter(outs)
-        for kind, text in self.program.signature.out_leaves:
-            flat.append(next(feed) if kind == "tensor" else literal(text))
+        for leaf in self.program.signature.out_leaves:
+            kind, text = leaf
+            flat.append(next(feed) if kind == "tensor" else NotMade() if leaf == NOT_MADE else literal(text))
         output = pytree.tree_unflatten(flat, self.out_spec)
         return records.from_records(output) if self.returns_records else output
 

@@ -10,7 +10,7 @@ from autoshard.ir import Call
 from autoshard.ir.lowered import Instruction, StagePart, uses_of
 from autoshard.simulate.caching_allocator import Event
 from autoshard.simulate.in_flight import OnTheWay
-from autoshard.simulate.node_bytes import NodeBytes, Taken, rows_of, taken_by
+from autoshard.simulate.node_bytes import NodeBytes, Taken, gone_after, rows_of, taken_by
 from autoshard.simulate.saved_for_backward import Storage
 from autoshard.simulate.segment_work import Sheets
 from autoshard.simulate.transients import Transients
@@ -70,6 +70,8 @@ class _Writing:
         self.events: list[Event] = []
         self.live: dict[Hashable, None] = {}
         self.way: list[_Sent] = []
+        #: what a call let go of before it ended
+        self.gone: set[Storage] = set()
         self.blocks = count()
 
     def script(self) -> Script:
@@ -82,14 +84,18 @@ class _Writing:
             self.arrive(frozenset(uses_of(item)))
             made = [self.storage[v] for v in item.outs]
             if isinstance(item, Call):
-                self.call(number, item, {own[0] for own in made} | self.kept)
+                held = frozenset[Storage]() if self.kind == "F" else there
+                here = [own for own in self.dying.get(k, ()) if own[0] in self.live or own in held]
+                moved = self.transients.moved(item, self.storage, here)
+                self.call(number, item, {own[0] for own in made} | self.kept, moved)
             for own in made:
                 if own not in there:
                     self.make_storage(own)
             if not isinstance(item, Call):
                 self.issue(taken_by(item, self.writer.lowered.values, self.writer.sheets))
             for own in self.dying.get(k, ()):
-                self.drop(own[0])
+                if own not in self.gone:
+                    self.drop(own[0])
         self.arrive(all_=True)
         self.drop("ahead")
         return Script(tuple(self.events), tuple(self.live))
@@ -153,15 +159,23 @@ class _Writing:
 
     # -- a call ----------------------------------------------------------------------------------------
 
-    def call(self, number: int, call: Call, stays: Collection[object]) -> None:
-        """stays: names of storages that are there when it has ended."""
+    def call(
+        self,
+        number: int,
+        call: Call,
+        stays: Collection[object],
+        moved: Mapping[Storage, frozenset[str]],
+    ) -> None:
+        """stays: names of storages that are there when it has ended. moved: see `Transients.moved`."""
         names = self.transients.names_of(call)
         lying = frozenset(inner for inner, outer in names.items() if outer in self.transients.summed)
         # what is on its way brings nothing that this needs
         outer = {sent.block: sent.message.outs for sent in self.way}
         self.way = [replace(s, message=replace(s.message, outs=frozenset())) for s in self.way]
         made: list[Hashable] = []
-        for row in self.writer.rows(call.segment, lying):
+        rows = self.writer.rows(call.segment, lying)
+        gone = gone_after(rows, moved)
+        for k, row in enumerate(rows):
             self.arrive(row.needs, row.turn)
             for value, size in row.makes:
                 self.make((number, value), size)
@@ -172,6 +186,9 @@ class _Writing:
             for value, _ in row.frees:
                 if (number, value) not in stays:
                     self.drop((number, value))
+            for own in gone.get(k, ()):
+                self.drop(own[0])
+                self.gone.add(own)
             if row.taken.stored:  # counts once the op has ended
                 self.issue(row.taken)
         for name in made:

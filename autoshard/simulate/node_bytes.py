@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autoshard.ir import DTYPES, Node, refs_of
 from autoshard.ir.collectives import is_message, is_ring
@@ -13,6 +14,8 @@ from autoshard.ir.views import view_roots
 from autoshard.simulate.framework_saved import logits_of
 from autoshard.simulate.in_flight import OnTheWay, message_of, turn_of
 from autoshard.simulate.segment_work import Sheets
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Taken:
 @dataclass(frozen=True)
 class NodeBytes:
     """An op of a segment. needs, turn: what has to arrive before it, see `in_flight.Messages`. makes: values
-    with their bytes, each storage once. loss: bytes of a loss at its peak. frees: what is not used again."""
+    with their bytes, each storage once. loss: bytes of a loss at its peak. frees: what is not used again.
+    leaves: inputs that are not."""
 
     needs: frozenset[str]
     turn: str
@@ -36,6 +40,7 @@ class NodeBytes:
     taken: Taken
     loss: float
     frees: tuple[tuple[str, float], ...]
+    leaves: frozenset[str] = frozenset()
 
 
 def taken_by(node: Node, values: Mapping[str, PlacedValue], sheets: Sheets) -> Taken:
@@ -56,7 +61,8 @@ def rows_of(
     roots = view_roots(segment)
     fused = sheets.inside(nodes, segment.graph.outputs, sheets.dropped(name))
     loss, of_loss = _loss(segment, sheets)
-    inputs = {n for n, _ in segment.graph.inputs} | of_loss | {roots.get(v, v) for v in lying}
+    given = {n for n, _ in segment.graph.inputs}
+    inputs = given | of_loss | {roots.get(v, v) for v in lying}
     last: dict[str, int] = {}
     for k, node in enumerate(nodes):
         for ref in refs_of(node):
@@ -76,8 +82,20 @@ def rows_of(
         frees = [(n, live.pop(n)) for n in gone if n in live and last.get(n, k) <= k]
         own = loss if node.op.startswith("autoshard.xent_") else 0.0
         taken = taken_by(node, values, sheets)
-        rows.append(NodeBytes(needs, turn_of(node), tuple(made), taken, own, tuple(frees)))
+        leaves = frozenset(n for n in gone if n in given and last[n] == k)
+        rows.append(NodeBytes(needs, turn_of(node), tuple(made), taken, own, tuple(frees), leaves))
     return tuple(rows)
+
+
+def gone_after(rows: Sequence[NodeBytes], moved: Mapping[K, frozenset[str]]) -> dict[int, list[K]]:
+    """Number of an op -> what of ``moved`` it is the last to use. moved: names of inputs of which a call
+    alone holds the storage."""
+    used = {name: number for number, row in enumerate(rows) for name in row.leaves}
+    found: dict[int, list[K]] = {}
+    for key, names in moved.items():
+        if used.keys() >= names:
+            found.setdefault(max(used[name] for name in names), []).append(key)
+    return found
 
 
 def _loss(segment: LoweredSegment, sheets: Sheets) -> tuple[float, set[str]]:

@@ -8,18 +8,27 @@ from dataclasses import replace
 from math import prod
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.ir import DTYPES, Node, TensorType, refs_of
+from autoshard.ir import DTYPES, Graph, LocalSize, Node, TensorType, refs_of
 from autoshard.ir.collectives import COLLECTIVES, CollectiveSpec, axes_of, is_ring, spec_of, wheres_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
-from autoshard.ir.placement import Layout, Shard, local_shape
+from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
 from autoshard.ir.quantized import packed_bytes
+from autoshard.ir.row_tiles import OTHER, TILES, RowTiles, tiles_of
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
 from autoshard.rules import attention, experts, matmul
 from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.work import Attention, CollectiveWork, MatmulWork, MemoryWork, Transfer, Work
+from autoshard.simulate.work import (
+    Attention,
+    CollectiveWork,
+    MatmulWork,
+    MemoryWork,
+    TiledWork,
+    Transfer,
+    Work,
+)
 
 #: segments that backward runs again, and parts of them (`passes.memory.recompute`, `ir.statements.Taker`)
 AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
@@ -102,6 +111,8 @@ class Ops:
             return self._product(ins, outs[0], dtype, narrowed)
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
+        if node.op == TILES:
+            return [self._tiled(node)]
         names = [*dict.fromkeys(refs_of(node)), *node.outs]
         moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
         if node.op == _NORM_BACKWARD:
@@ -151,11 +162,7 @@ class Ops:
         self, node: Node, ins: Sequence[PlacedValue], outs: Sequence[PlacedValue], dtype: str, moved: float
     ) -> list[Work]:
         """Products without rows and columns of their own (convolutions, experts), each as a long one."""
-        ways = prod(
-            size
-            for axis, size in enumerate(self.mesh.sizes)
-            if any(isinstance(v.layout[axis], Shard) for v in ins)
-        )
+        ways = self._ways(ins)
         flop = product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
         if not flop:
             return [MemoryWork(moved)]
@@ -207,10 +214,84 @@ class Ops:
             return [fused]
         return unfused(fused, DTYPES[dtype][1], self.behaviour)
 
+    def _tiled(self, node: Node) -> TiledWork:
+        """A body, tile after tile; what a tile gives is copied to where all of it lies, or added there."""
+        tiles, count, values = self._tile(node)
+        works: list[Work] = []
+        for inner in tiles.body.nodes:
+            works += self.work(inner, values)
+        given = sum(
+            self.nbytes(values[v]) * (2 if tiles.kinds[v].strip(OTHER) else 3) for v in tiles.body.outputs
+        )
+        works.append(MemoryWork(given))
+        return TiledWork(tuple(w for w in works if isinstance(w, MatmulWork | MemoryWork)), count)
+
+    def tiled_flop(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
+        """FLOP of the products of a body on all ranks together."""
+        work = self._tiled(node)
+        ways = self._ways([values[n] for n in (*refs_of(node), *node.outs)])
+        return ways * work.count * sum(w.flop for w in work.works if isinstance(w, MatmulWork))
+
+    def _ways(self, placed: Sequence[PlacedValue]) -> int:
+        """Over how many ranks work is divided, by where what it takes and makes lies."""
+        split = [
+            any(isinstance(v.layout[axis], Shard) for v in placed) for axis in range(len(self.mesh.sizes))
+        ]
+        return prod(size for size, divided in zip(self.mesh.sizes, split, strict=True) if divided)
+
+    def _tile(self, node: Node) -> tuple[RowTiles, int, Mapping[str, PlacedValue]]:
+        """(what a node runs, in how many tiles, values of the largest)."""
+        tiles = tiles_of(node)
+        body = self._sized(tiles.body)
+        count, types = replace(tiles, body=body).tile()
+        whole = (R,) * len(self.mesh.sizes)
+        return tiles, count, {v: PlacedValue(t, whole) for v, t in types.items()}
+
+    def _sized(self, body: Graph) -> Graph:
+        """With the sizes that this rank has."""
+
+        def size(n: int | LocalSize) -> int:
+            if isinstance(n, int):
+                return n
+            axes = [self.mesh.index(s.axis) for s in n.shards]
+            shards = [
+                (Shard(0, s.outer, s.inner), self.mesh.sizes[k], self.coords[k])
+                for s, k in zip(n.shards, axes, strict=True)
+            ]
+            return local_extent(n.size, shards)[1]
+
+        def sized(type_: TensorType) -> TensorType:
+            return TensorType(tuple(map(size, type_.shape)), type_.dtype)
+
+        inputs = tuple((n, sized(t)) for n, t in body.inputs)
+        nodes = tuple(replace(n, types=tuple(t and sized(t) for t in n.types)) for n in body.nodes)
+        return replace(body, inputs=inputs, nodes=nodes)
+
+    def _room(self, node: Node) -> float:
+        """Bytes of a tile at its fullest, with the sums of all tiles."""
+        tiles, _, values = self._tile(node)
+        nodes = tiles.body.nodes
+        roots: dict[str, str] = {}
+        for each in nodes:
+            source = next(refs_of(each), "")
+            roots.update((o, roots.get(source, source) if each.op in VIEWS else o) for o in each.outs)
+        last = {roots.get(r, r): k for k, each in enumerate(nodes) for r in refs_of(each)}
+        last |= {roots.get(o, o): len(nodes) for o in tiles.body.outputs}
+        live: dict[str, float] = {}
+        peak = 0.0
+        for k, each in enumerate(nodes):
+            live.update((o, self.nbytes(values[o])) for o in each.outs if roots[o] == o)
+            peak = max(peak, sum(live.values()))
+            live = {v: size for v, size in live.items() if last.get(v, k) > k}
+        sums = [values[o] for o in tiles.body.outputs if not tiles.kinds[o].strip(OTHER)]
+        return peak + sum(4.0 * prod(v.type.shape) for v in sums if DTYPES[v.type.dtype][1] < 4)
+
     def workspace(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         """Bytes that an op needs while it runs, beside what it takes and makes."""
         if is_ring(node):
             return rings.room(node, values, self)
+        if node.op == TILES:
+            return self._room(node)
         if node.op not in attention.RULES or self.behaviour.attention == "flash":
             return 0.0
         backward = "backward" in node.op

@@ -15,6 +15,7 @@ from autoshard.ir.collectives import is_message, is_ring
 from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop
+from autoshard.ir.row_tiles import TILES
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
@@ -99,6 +100,9 @@ class Pricer:
                 types = {n: values[n].type for n in (*refs_of(node), *node.outs)}
                 dtype = values[node.outs[0]].type.dtype
                 found[dtype] = found.get(dtype, 0.0) + ring_flop(node, types)
+            if node.op == TILES:
+                dtype = values[node.outs[0]].type.dtype
+                found[dtype] = found.get(dtype, 0.0) + self.ops.tiled_flop(node, values)
             if node.op in PRODUCTS:
                 ins = [values[name].type for name in refs_of(node)]
                 outs = [t for t in node.types if t is not None]

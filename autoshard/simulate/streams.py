@@ -18,6 +18,7 @@ from autoshard.simulate.work import (
     MemoryWork,
     OpTask,
     Sheet,
+    TiledWork,
     Transfer,
     Work,
 )
@@ -122,6 +123,8 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
             )
         case CollectiveWork():
             return float(seconds(work.kind, work.nbytes, links[work.axis]))
+        case TiledWork():
+            return work.count * sum(_seconds(each, device, links) for each in work.works)
         case Transfer():
             return host_of(device).seconds(work.nbytes)
         case _:

@@ -15,7 +15,7 @@ from autoshard.program.program import Program
 from autoshard.simulate.equivalent_parts import likeness
 from autoshard.simulate.framework_saved import Keeping
 from autoshard.simulate.in_flight import Messages, OnTheWay, turn_of
-from autoshard.simulate.node_bytes import Taken, rows_of, taken_by
+from autoshard.simulate.node_bytes import Taken, gone_after, rows_of, taken_by
 from autoshard.simulate.saved_for_backward import Storage, kept_in_order, storages_of
 from autoshard.simulate.segment_work import Sheets
 
@@ -51,8 +51,8 @@ _NOTHING = Course((0.0,))
 class Transients:
     """How far the bytes of a rank rise within the actions of its program, as the executor makes and frees.
 
-    The arguments of a call live until it ends, as do its results; inside it, values live until they are last
-    used.
+    The results of a call live until it ends; values inside it, and arguments that nothing else holds, until
+    they are last used.
     """
 
     def __init__(self, program: Program, sheets: Sheets) -> None:
@@ -183,7 +183,8 @@ class Transients:
         along: list[float] = []
         way = Messages()
         for k, item in enumerate(items):
-            along.append(level + max(0.0, self._inner(item, storage, live, way)))
+            leaving = frozenset(each for each in dying.get(k, ()) if each in live)
+            along.append(level + max(0.0, self._inner(item, storage, live, way, leaving)))
             made = {storage[v] for v in item.outs} - live
             gone = [each for each in dying.get(k, ()) if each in live or each in made]
             live |= made
@@ -197,11 +198,14 @@ class Transients:
         storage: Mapping[str, Storage],
         live: Collection[Storage],
         way: Messages,
+        leaving: Collection[Storage] = (),
     ) -> float:
-        """Peak inside one instruction, its results and messages on their way counted."""
+        """Peak inside one instruction, its results and messages on their way counted. leaving: storages that
+        nothing behind it needs."""
         before = way.arrive(uses_of(item))
         if isinstance(item, Call):
-            inner = self._call(item, way)
+            moved = self.moved(item, storage, leaving)
+            inner = self._call(item, way, frozenset((names, own[1]) for own, names in moved.items()))
             way.all = [m for m in way.all if m.turn not in inner.turns]
             names = self.names_of(item)
             way.all += [
@@ -215,16 +219,30 @@ class Transients:
         """Output of the segment -> how main calls it."""
         return dict(zip(self.program.lowered.segments[call.segment].graph.outputs, call.outs, strict=True))
 
-    def _call(self, call: Call, way: Messages) -> _Inside:
+    def moved(
+        self, call: Call, storage: Mapping[str, Storage], leaving: Collection[Storage]
+    ) -> dict[Storage, frozenset[str]]:
+        """What a call alone holds, with its names in the segment. leaving: what nothing behind it needs."""
+        if self.sheets.keeping is not None:
+            return {}
+        inputs = [n for n, _ in self.program.lowered.segments[call.segment].graph.inputs]
+        names: dict[Storage, set[str]] = {}
+        for inner, arg in zip(inputs, call.args, strict=True):
+            if storage[arg] in leaving:
+                names.setdefault(storage[arg], set()).add(inner)
+        return {own: frozenset(inner) for own, inner in names.items()}
+
+    def _call(self, call: Call, way: Messages, moved: frozenset[tuple[frozenset[str], float]]) -> _Inside:
+        """moved: names in the segment that share a storage which the call alone holds, and its bytes."""
         lying = frozenset(inner for inner, outer in self.names_of(call).items() if outer in self.summed)
         turns = self._turns(call.segment)
         entering = tuple((m.turn, m.held, m.finish) for m in way.all if m.turn in turns)
-        key = (call.segment, lying, entering)
+        key = (call.segment, lying, entering, moved)
         if key not in self._inside:
             segment = self.program.lowered.segments[call.segment]
             messages = [OnTheWay(frozenset(), *row) for row in entering]
-            make = partial(self._segment, call.segment, lying, messages)
-            given = (lying, entering, self.sheets.dropped(call.segment))
+            make = partial(self._segment, call.segment, lying, messages, moved)
+            given = (lying, entering, self.sheets.dropped(call.segment), moved)
             self._inside[key] = self.sheets.known.of("inside", segment, given, make)
         found = self._inside[key]
         # what nothing in the call waits for lies there all the time
@@ -240,18 +258,26 @@ class Transients:
             )
         return self._in_turn[name]
 
-    def _segment(self, name: str, lying: Collection[str], entering: Sequence[OnTheWay]) -> _Inside:
+    def _segment(
+        self,
+        name: str,
+        lying: Collection[str],
+        entering: Sequence[OnTheWay],
+        moved: Collection[tuple[frozenset[str], float]],
+    ) -> _Inside:
         """lying: outputs that are summed where they lie. entering: messages on their way, without what they
-        bring, whose names are those of main."""
+        bring, whose names are those of main. moved: see `_call`."""
         way = Messages(entering)
         peak, level = 0.0, 0.0
-        for row in rows_of(name, self.program.lowered.segments[name], lying, self.sheets):
+        rows = rows_of(name, self.program.lowered.segments[name], lying, self.sheets)
+        gone = gone_after(rows, {each: each[0] for each in moved})
+        for k, row in enumerate(rows):
             peak = max(peak, level + way.arrive(row.needs, row.turn))
             level += sum(size for _, size in row.makes)
             peak = max(peak, level + self._taken(row.taken, way))
             if row.loss:
                 peak = max(peak, level + way.held + row.loss)
-            level -= sum(size for _, size in row.frees)
+            level -= sum(size for _, size in (*row.frees, *gone.get(k, ())))
         own = tuple(m for m in way.all if m.outs)
         return _Inside(peak, self._turns(name), own)
 

@@ -69,7 +69,23 @@ class Transfer:
     down: bool
 
 
-Work: TypeAlias = "MatmulWork | Attention | MemoryWork | CollectiveWork | Transfer"
+@dataclass(frozen=True, slots=True)
+class TiledWork:
+    """The same works, one after the other, so many times."""
+
+    works: tuple[MatmulWork | MemoryWork, ...]
+    count: int
+
+    @property
+    def flop(self) -> float:
+        return self.count * sum(work.flop for work in self.works)
+
+    @property
+    def nbytes(self) -> float:
+        return self.count * sum(work.nbytes for work in self.works)
+
+
+Work: TypeAlias = "MatmulWork | Attention | MemoryWork | CollectiveWork | Transfer | TiledWork"
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,6 +306,8 @@ class Batch:
             self.whole = whole_batch(program, self.whole)
         self.tangents = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
         self.sums = frozenset(program.sums)
+        #: all tensors that the model returns; those of them that the program makes
+        self.leaves = [str(k) for k, (kind, _) in enumerate(program.signature.out_leaves) if kind != "static"]
         self.positions = sorted((r.target for r in program.signature.results if r.kind == "output"), key=int)
 
     def label(self, position: str, call: int) -> str:
@@ -357,7 +359,8 @@ class Eager:
         given = from_records(args), from_records(kwargs)
         output = to_records(functional_call(self.model, self.precision.parameters(self.model), *given))
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-        outputs = dict(zip(self.batch.positions, leaves, strict=True))
+        outputs = dict(zip(self.batch.leaves, leaves, strict=True))
+        outputs = {k: outputs[k] for k in self.batch.positions}
         count = len(self.batch.calls)
         ends = [(outputs[k], _joined([t] * count, outputs[k], False)) for k, t in self.batch.tangents.items()]
         if ends:

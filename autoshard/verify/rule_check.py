@@ -20,7 +20,7 @@ from autoshard.rules.local import LocalCall, MeshShape
 from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.rules.user import UserRule
 from autoshard.runtime.lockstep.in_process import Together
-from autoshard.runtime.prepared_steps import PreparedSegment
+from autoshard.runtime.prepared_steps import PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.shard_utils import reduce_parts, shard_tensor
 
@@ -94,7 +94,9 @@ def make_call(sample: OpSample) -> SampleNode:
 
     args = tuple(written(a) for a in sample.args)
     kwargs = tuple((k, written(v)) for k, v in sample.kwargs.items())
-    result = find_op(sample.op)(*sample.args, **sample.kwargs)
+    alone = Node(sample.op, args, kwargs, (), ())
+    op = function_of(alone, RankView((), (), ()), lambda *_: find_op(sample.op), torch.device("cpu"))
+    result = op(*sample.args, **sample.kwargs)
     outs = tuple(result) if isinstance(result, tuple | list) else (result,)
     types = tuple(None if o is None else type_of(o) for o in outs)
     node = Node(sample.op, args, kwargs, tuple(f"y{k}" for k in range(len(outs))), types)

@@ -20,8 +20,8 @@ from autoshard.ir.collectives import is_collective
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.statements import Statement, Statements
 from autoshard.passes.simplify.causal_masks import CausalMasks
-from autoshard.rules.core import Dims, Factored, RuleFn
-from autoshard.rules.states import Digit, split_state
+from autoshard.rules.core import Factored, RuleFn
+from autoshard.rules.states import digit_of, split_state
 
 ATTENTION = "autoshard.sdpa.default"
 ATTENTION_BACKWARD = "autoshard.sdpa_backward.default"
@@ -201,7 +201,7 @@ class _Finder:
         rule = self._rule(statement)
         if rule is None:
             return None
-        found = _digit(rule.inputs[number], rule.sizes, placed, self.slices)
+        found = digit_of(rule.inputs[number], rule.sizes, placed, self.slices)
         if found is None:
             return None
         factor, digit = found
@@ -276,16 +276,3 @@ class _Finder:
             why=f"{why}; slice c of a microbatch may only use positions of slices 0 to c",
             hint="use a schedule without slices, 1f1b for instance",
         )
-
-
-def _digit(dims: Dims, sizes: Sequence[int], placed: Shard, slices: int) -> tuple[int, Digit] | None:
-    """The factor of a dim, and the part of it, that a placement divides."""
-    above = 1
-    for factor in dims[placed.dim]:
-        size = sizes[factor]
-        inside = placed.outer % above == 0 and (above * size) % (placed.outer * slices) == 0
-        if placed.inner == 1 and inside:
-            part = placed.outer // above
-            return factor, (part, size // part, -1)
-        above *= size
-    return None

@@ -30,7 +30,7 @@ class EstimateCase:
     """A program. model: with random weights, the same in every process. batch: so many sequences or images of
     a microbatch, the same in every process. mesh: of one stage. stages: of the pipeline, each on a rank of
     its own; its calls after the first, which embeds, are dealt out evenly. again: whether backward runs all
-    layers again.
+    layers again. tile_rows: see `passes.memory.tile_rows`.
     """
 
     name: str
@@ -41,6 +41,7 @@ class EstimateCase:
     stages: int = 1
     microbatches: int = 1
     again: bool = False
+    tile_rows: int = 0
 
     @property
     def text(self) -> str:
@@ -48,6 +49,7 @@ class EstimateCase:
         mesh = self.mesh if self.stages == 1 else f"pp={self.stages},{self.mesh}"
         more = [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         more += ["layers run again"] if self.again else []
+        more += [f"tiles of {self.tile_rows} tokens"] if self.tile_rows else []
         return ", ".join([f"{self.name} {mesh}", *more])
 
     def step_batch(self) -> Inputs:
@@ -74,7 +76,7 @@ def cases() -> tuple[EstimateCase, ...]:
 def program_of(case: EstimateCase) -> Program:
     """Planned for its mesh and compiled. Raises UsageError if its layers cannot be dealt out."""
     found = plan_analysed(
-        analyse(capture(case.model(), (), case.batch(case.size))),
+        analyse(capture(case.model(), (), case.batch(case.size)), tile_rows=case.tile_rows),
         [Mesh.parse(case.mesh)],
         load_cluster("cpu-gloo"),
     )

@@ -270,7 +270,7 @@ def test_the_peak_falls_by_what_is_stored() -> None:
     after = estimate_step(compile_analysed(found, offload="activations"), cluster)
     (stored,) = after.host
     saved = before.fullest.peak - after.fullest.peak
-    assert 0.5 * stored.activations < saved <= stored.activations
+    assert 0.45 * stored.activations < saved <= stored.activations
     assert after.fullest.at_peak.activations < before.fullest.at_peak.activations
     # nothing waits for a link that fast
     assert after.spent.axes["host"] == pytest.approx(0.0, abs=1e-7)

@@ -170,7 +170,7 @@ def limited_plan() -> str:
     """A plan with everything in it: one of two meshes, microbatches, recomputation."""
     meshes = [Mesh.parse("fsdp=2,tp=2"), Mesh.parse("tp=4")]
     machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH)
-    made = plan_analysed(analysed("gpt2"), meshes, machine, memory=270_000, request=ask)
+    made = plan_analysed(analysed("gpt2"), meshes, machine, memory=240_000, request=ask)
     assert made.plan.microbatches > 1 and made.plan.recompute
     return plan_to_json(made.plan)
 

@@ -52,7 +52,7 @@ def note_held(error: BaseException, places: OpPlaces, values: Mapping[str, Any],
 def _inside(
     error: BaseException, places: OpPlaces, item: PreparedItem
 ) -> tuple[OpPlace, list[tuple[str, Any]]]:
-    """The op that failed, and the values that its segment had made by then, with their modules."""
+    """The op that failed, and the values that its segment held by then, with their modules."""
     steps, _, _ = item.opened([None] * len(item.args))
     own, failed = places.of(item.instruction), None
     outs = [(place, o) for step, place in zip(steps, own, strict=True) for o in step.outs]
@@ -65,4 +65,7 @@ def _inside(
             failed, slots = frame.f_locals["place"], frame.f_locals["slots"]
             local = {f"v{o}": slots[o] for _, o in outs if slots[o] is not None}
     failed = failed or next((place for place, o in outs if f"v{o}" not in local), own[-1])
-    return failed, [(place.module, local[f"v{o}"]) for place, o in outs if f"v{o}" in local]
+    held = [(place.module, local[f"v{o}"]) for place, o in outs if f"v{o}" in local]
+    # arguments that main does not hold any more
+    taken = [(places.values[a].module, f"v{k}") for k, a in enumerate(item.args) if a in places.values]
+    return failed, held + [(module, local[slot]) for module, slot in taken if slot in local]

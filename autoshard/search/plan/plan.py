@@ -115,7 +115,8 @@ class Plan:
     that of the ranks of one stage. offload: what it takes to be in host memory (see `offload.Offload`).
     step_fingerprint: of the graph that a program of several microbatches is stored with, whose losses add up
     to those of the whole batch; "" where that is the graph the plan is for. precision: in which the model
-    computes, "" for its own.
+    computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
+    (`passes.memory.tile_rows`).
     """
 
     mesh: str
@@ -140,6 +141,7 @@ class Plan:
     offload: str = ""
     step_fingerprint: str = ""
     precision: str = ""
+    tile_rows: int = 0
 
 
 def why_key(kind: str, *parts: object) -> str:

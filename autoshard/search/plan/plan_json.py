@@ -47,6 +47,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     offload: str = ""
     step_fingerprint: str = ""
     precision: str = ""
+    tile_rows: int = 0
     optimality: OptimalityGap
 
 

@@ -78,7 +78,7 @@ def model_flop(model: Model) -> tuple[float, str]:
         if rule.flops:
             types = model.folded.segments[name].nodes[number].types
             dtype = next((t.dtype for t in types if t is not None and t.is_float), "f32")
-            done[dtype] = done.get(dtype, 0.0) + counts[name] * rule.flops
+            done[dtype] = done.get(dtype, 0.0) + counts[name] * (rule.flops - rule.repeated)
     return sum(done.values()), max(done, key=lambda d: done[d], default="f32")
 
 
@@ -86,6 +86,12 @@ def experts_of(model: Model) -> int:
     """How many experts the rows of a model may be exchanged between; 0 if it has none."""
     owners = [rule.sizes[o] for rule in model.rules.values() for _, o in rule.exchange]
     return min(owners, default=0)
+
+
+def tokens_of(folded: Folded) -> int:
+    """Tokens, or rows like them, that the model was captured with: the most of any input with a batch."""
+    inputs = (p for p in folded.joint.ports if p.kind == "input" and p.target in folded.joint.batch_inputs)
+    return max((prod(p.type.shape[:2]) for p in inputs), default=0)
 
 
 def batch_of(folded: Folded) -> int:

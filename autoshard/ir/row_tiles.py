@@ -1,0 +1,157 @@
+"""Ops that are run on some rows (tokens) at a time: ``row_tiles(inputs, rows, ...)`` holds them as its body.
+
+What a body makes between its inputs and outputs never exists for all rows at once. An output that has no rows
+is the sum of what the tiles make. The body stands among the arguments, as plain tuples, so that the text of a
+program has it; its values are ``"%name"`` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard.ir.graph import Arg, Graph, Node, Origin, Ref
+from autoshard.ir.types import TensorType
+
+TILES = "autoshard.row_tiles.default"
+#: ops whose second argument is a shape: of its sizes, those of rows are not known before a tile is cut
+SHAPED = frozenset(("aten.reshape.default", "aten.expand.default"))
+#: what a dim is: the batch, rows of one sequence, both in one, or something else
+BATCH, SEQUENCE, BOTH, OTHER = "b", "s", "n", "."
+KINDS = frozenset((BATCH, SEQUENCE, BOTH, OTHER))
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """A body, with how its values are cut.
+
+    rows: of a tile on a rank, at most. body: its types are those of all rows. kinds: of every value, what
+    each dim is, one letter per dim. again: so many of its first nodes repeat what forward did.
+    """
+
+    rows: int
+    body: Graph
+    kinds: Mapping[str, str]
+    again: int = 0
+
+    @property
+    def inputs(self) -> list[str]:
+        """Kinds of the inputs."""
+        return [self.kinds[name] for name, _ in self.body.inputs]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Kinds of the outputs."""
+        return [self.kinds[name] for name in self.body.outputs]
+
+    def args(self, given: Sequence[Ref]) -> tuple[Arg, ...]:
+        """The arguments of the op."""
+        types = self.body.types()
+
+        def told(name: str) -> tuple[Arg, ...]:
+            return types[name].dtype, types[name].shape, self.kinds[name]
+
+        inputs = tuple((name, *told(name)) for name, _ in self.body.inputs)
+        statements = tuple(
+            (node.op, _encoded(node.args), _encoded(node.kwargs), node.outs, tuple(map(told, node.outs)))
+            for node in self.body.nodes
+        )
+        return tuple(given), self.rows, inputs, statements, self.body.outputs, self.again
+
+    def tile(self) -> tuple[int, Mapping[str, TensorType]]:
+        """(how many tiles there are, types in the largest), of a body with the sizes of a rank."""
+        types = self.body.types()
+        sizes = {k: n for v, t in types.items() for k, n in zip(self.kinds[v], t.shape, strict=True)}
+        batch = sizes.get(BATCH, 1)
+        rows = sizes.get(SEQUENCE) or sizes[BOTH] // batch
+        most = min(rows, self.rows)
+        cut = {BATCH: 1, SEQUENCE: most, BOTH: most}
+        found = {
+            v: TensorType(tuple(cut.get(k, n) for k, n in zip(self.kinds[v], t.shape, strict=True)), t.dtype)
+            for v, t in types.items()
+        }
+        return batch * -(-rows // most), found
+
+
+def tiles_of(node: Node) -> RowTiles:
+    """What a ``row_tiles`` node runs."""
+    _, rows, inputs, statements, results, again = node.args
+    kinds: dict[str, str] = {}
+
+    def type_of(name: str, told: Arg) -> TensorType:
+        dtype, shape, kinds[name] = told
+        return TensorType(shape, dtype)
+
+    given = tuple((name, type_of(name, told)) for name, *told in inputs)
+    nodes = tuple(
+        Node(
+            op,
+            _decoded(args),
+            _decoded(kwargs),
+            outs,
+            tuple(type_of(*pair) for pair in zip(outs, made, strict=True)),
+            Origin(),
+            node.backward,
+        )
+        for op, args, kwargs, outs, made in statements
+    )
+    return RowTiles(rows, Graph("tile", given, nodes, results), kinds, again)
+
+
+def with_sizes(body: Graph) -> Graph:
+    """The body with the shapes of all rows where a tile's are left open."""
+
+    def shaped(node: Node) -> Node:
+        if node.op not in SHAPED or node.types[0] is None:
+            return node
+        return replace(node, args=(node.args[0], node.types[0].shape, *node.args[2:]))
+
+    return replace(body, nodes=tuple(map(shaped, body.nodes)))
+
+
+def without_rows(node: Node, shape: Sequence[Any], kinds: str) -> Node:
+    """A shaped op for any tile. shape: of its result. kinds: what its dims are."""
+    sizes = {BATCH: 1, SEQUENCE: -1, BOTH: -1}
+    return replace(
+        node,
+        args=(
+            node.args[0],
+            tuple(sizes.get(kind, size) for kind, size in zip(kinds, shape, strict=True)),
+            *node.args[2:],
+        ),
+    )
+
+
+def renamed(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[Node, ...]:
+    """Nodes with other names for some values."""
+    return tuple(
+        Node(
+            node.op,
+            _mapped(node.args, names),
+            _mapped(node.kwargs, names),
+            tuple(names.get(o, o) for o in node.outs),
+            node.types,
+            node.origin,
+            node.backward,
+        )
+        for node in nodes
+    )
+
+
+def _mapped(arg: Arg, names: Mapping[str, str]) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(_mapped(a, names) for a in arg)
+    return Ref(names.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
+
+
+def _encoded(arg: Arg) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(map(_encoded, arg))
+    return f"%{arg.name}" if isinstance(arg, Ref) else arg
+
+
+def _decoded(arg: Arg) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(map(_decoded, arg))
+    return Ref(arg[1:]) if isinstance(arg, str) and arg.startswith("%") else arg

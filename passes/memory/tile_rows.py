@@ -1,0 +1,420 @@
+"""Run what is wide on some rows (tokens) at a time: MLPs, the head and its loss.
+
+Between the products that widen a row and those that narrow it again, a layer makes values several times as
+wide as what it takes and gives: of a loss, logits [tokens, vocabulary]. Such a stretch becomes one op
+(`ir.row_tiles`), in forward and in backward, which repeats what forward did. Nothing wide exists for all
+rows, or is saved for backward (of MLPs: Bekman et al., "Arctic Long Sequence Training", 2025, section 3.3 and
+3.4; of the loss: Hsu et al., "Liger Kernel", 2024). Logits that a model returns beside its loss are not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.ir import DTYPES, Call, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
+from autoshard.ir.joint import NOT_MADE
+from autoshard.ir.row_tiles import SHAPED, TILES, RowTiles, renamed, without_rows
+from autoshard.ir.views import ALIASES, CASTS, RESHAPES, TRANSPOSES
+from autoshard.rules.core import RuleFn
+from autoshard.rules.row_tiles import BodyFactors, NoFactorsError, body_factors, kinds_of
+
+_MM = "aten.mm.default"
+#: views of all elements
+_VIEWS = RESHAPES | TRANSPOSES | ALIASES
+#: a product that makes rows at least so many times as wide begins a stretch
+_WIDER = 1.5
+
+
+def tile_rows(folded: Folded, rows: int, table: Mapping[str, RuleFn]) -> Folded:
+    """The model with its wide stretches in tiles; the same where it has none.
+
+    rows: tokens of a tile on a rank, at most. table: the rules of ops, by which a stretch is known to treat
+    every row by itself.
+    """
+    forward = dict.fromkeys(c.segment for c in folded.calls if not c.backward)
+    for name in forward:
+        tried: set[str] = set()
+        while (begin := _next_begin(folded, name, tried)) is not None:
+            tried.add(begin)
+            try:
+                folded = _Stretch(folded, name, begin, rows, table).tiled()
+            except NoFactorsError:
+                continue  # it stays as it is: not every row is treated by itself
+    return folded
+
+
+def _next_begin(folded: Folded, name: str, tried: Collection[str]) -> str | None:
+    """The first op of a segment that makes its rows wider, of those that were not tried."""
+    graph = folded.segments[name]
+    weights = _weights(folded, name)
+    nodes = (n for n in graph.nodes if n.name not in tried and _widens(n, graph, weights))
+    return next((n.name for n in nodes), None)
+
+
+def _widens(node: Node, graph: Graph, weights: Collection[str]) -> bool:
+    """Whether it is a product of rows with weights, or a cast of rows, that makes more bytes of them."""
+    if node.op != _MM and node.op not in CASTS:
+        return False
+    taken, *factors = refs_of(node)
+    before, after = graph.types()[taken], graph.types()[node.name]
+    rows = taken not in weights and all(f in weights for f in factors) and len(after.shape) > 1
+    return rows and before.is_float and _bytes(after) > _WIDER * _bytes(before)
+
+
+def _bytes(type_: TensorType) -> int:
+    return type_.numel * DTYPES[type_.dtype][1]
+
+
+def _weights(folded: Folded, name: str) -> set[str]:
+    """Values of a segment that are made of parameters and buffers alone."""
+    ports = {p.name for p in folded.joint.ports if p.kind in ("param", "buffer", "const")}
+    graph = folded.segments[name]
+    calls = [c for c in folded.calls if c.segment == name]
+    found = {n for k, (n, _) in enumerate(graph.inputs) if all(c.args[k] in ports for c in calls)}
+    for node in graph.nodes:
+        refs = list(refs_of(node))
+        if refs and found.issuperset(refs):
+            found.update(node.outs)
+    return found
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """Wide values of a graph, with the dim in which their rows are, and the nodes that make or take them."""
+
+    dims: Mapping[str, int]
+    nodes: frozenset[str]
+
+
+def _wide(graph: Graph, begin: Mapping[str, int], limit: float, weights: Collection[str]) -> _Wide:
+    """What is connected with some wide values. limit: bytes of what is narrow, at most."""
+    types = graph.types()
+    made = {out: node for node in graph.nodes for out in node.outs}
+    dims, nodes = dict(begin), dict[str, Node]()
+
+    def large(value: str) -> bool:
+        return value in types and value not in weights and _bytes(types[value]) > limit
+
+    while True:
+        before = len(dims), len(nodes)
+        for node in graph.nodes:
+            refs = list(refs_of(node))
+            if dims.keys().isdisjoint((*refs, *node.outs)):
+                continue
+            nodes[node.name] = node
+            at = _rows_at(node, dims)
+            for value in (*refs, *node.outs):
+                # a product of rows with rows has no rows
+                if value not in dims and large(value) and (value in refs or at is not None):
+                    dims[value] = _turned(node, 0 if at is None else at, value in refs)
+        for value in list(dims):
+            if value in made:
+                nodes[made[value].name] = made[value]
+        if before == (len(dims), len(nodes)):
+            return _Wide(dims, frozenset(nodes) | _between(graph, nodes))
+
+
+def _between(graph: Graph, nodes: Collection[str]) -> frozenset[str]:
+    """Nodes that use what some nodes make, and make what some of them use."""
+    behind, before = set[str](), set[str]()
+    for node in graph.nodes:
+        if node.name in nodes or not behind.isdisjoint(refs_of(node)):
+            behind.update(node.outs)
+    for node in reversed(graph.nodes):
+        if node.name in nodes or not before.isdisjoint(node.outs):
+            before.update(refs_of(node))
+    return frozenset(n.name for n in graph.nodes if n.name in behind and not before.isdisjoint(n.outs))
+
+
+def _rows_at(node: Node, dims: Mapping[str, int]) -> int | None:
+    """The dim of the rows in what a node makes, None if it adds up over them."""
+    refs = list(refs_of(node))
+    if node.op == _MM:
+        left, right = refs
+        if left in dims:
+            return 0 if dims[left] == 0 else None
+        return None if dims.get(right, 0) == 0 and right in dims else 0
+    known = next((dims[r] for r in refs if r in dims), 0)
+    return 1 - known if node.op in TRANSPOSES else known
+
+
+def _turned(node: Node, at: int, taken: bool) -> int:
+    """Where the rows of what a node takes are, given where those of what it makes are."""
+    return 1 - at if taken and node.op in TRANSPOSES else at
+
+
+class _Stretch:
+    """One stretch of a forward segment, with what backward makes of it."""
+
+    def __init__(self, folded: Folded, name: str, begin: str, rows: int, table: Mapping[str, RuleFn]) -> None:
+        self.folded, self.name, self.rows, self.table = folded, name, rows, table
+        self.graph = folded.segments[name]
+        self.weights = _weights(folded, name)
+        node = next(n for n in self.graph.nodes if n.name == begin)
+        self.limit = _WIDER * _bytes(self.graph.types()[next(refs_of(node))])
+        self.wide = _wide(self.graph, {begin: 0}, self.limit, self.weights)
+        self.calls = [c for c in folded.calls if c.segment == name]
+        self.users: dict[str, list[Call]] = {}
+        for call in folded.calls:
+            for arg in call.args:
+                self.users.setdefault(arg, []).append(call)
+        self.taken = {v for g in folded.segments.values() for v in g.types()}
+        self.taken |= {p.name for p in folded.joint.ports} | {o for c in folded.calls for o in c.outs}
+        self.segments = dict(folded.segments)
+        #: per forward call, what it hands on beside what it did
+        self.more: dict[str, list[str]] = {c.outs[0]: [] for c in self.calls}
+        #: per backward call, its arguments
+        self.args: dict[tuple[str, ...], tuple[str, ...]] = {}
+        #: values of the forward segment -> what backward calls them in main, per forward call
+        self.handed: dict[str, list[str]] = {}
+
+    def tiled(self) -> Folded:
+        """The model with the stretch as one op. Raises NoFactorsError if it cannot be that."""
+        types = self.graph.types()
+        if any(n in self.wide.dims for n, _ in self.graph.inputs):
+            raise NoFactorsError("the segment is given wide values")
+        lost = [k for k, v in enumerate(self.graph.outputs) if v in self.wide.dims]
+        self._check_results({c.outs[k] for c in self.calls for k in lost})
+        for segment in self._backward_segments(lost):
+            self._backward(segment, lost)
+        inside = [n for n in self.graph.nodes if n.name in self.wide.nodes]
+        graph = self._with_tiles(self.graph, inside, (), lost)
+        outputs = [v for k, v in enumerate(graph.outputs) if k not in lost]
+        added = [v for v in self.handed if v not in self.graph.outputs]
+        self.segments[self.name] = _live(replace(graph, outputs=(*outputs, *added)))
+        assert set(added) <= set(types)
+        return self._rebuilt(lost, added)
+
+    # -- what backward reads ---------------------------------------------------------------------------
+
+    def _check_results(self, gone: Collection[str]) -> None:
+        """Of what is no longer made, only backward and the caller of the model may have asked for."""
+        left = [r for r in self.folded.joint.results if r.kind == "output" and r.value not in gone]
+        for result in self.folded.joint.results:
+            if result.value in gone and (result.kind != "output" or not left):
+                raise NoFactorsError("the model returns it")
+        tangents = {p.target for p in self.folded.joint.ports if p.kind == "tangent"}
+        if any(r.value in gone and r.target in tangents for r in self.folded.joint.results):
+            raise NoFactorsError("gradients of it are asked for")
+        if any(not call.backward for value in gone for call in self.users.get(value, ())):
+            raise NoFactorsError("other layers use it")
+
+    def _backward_segments(self, lost: Sequence[int]) -> list[str]:
+        values = [c.outs[k] for c in self.calls for k in lost]
+        return list(dict.fromkeys(u.segment for v in values for u in self.users.get(v, ())))
+
+    def _backward(self, segment: str, lost: Sequence[int]) -> None:
+        """Let a backward segment make again what it was given."""
+        graph = self.folded.segments[segment]
+        calls = [c for c in self.folded.calls if c.segment == segment]
+        sources = {o: (c, k) for c in self.calls for k, o in enumerate(c.outs)}
+        #: position among the inputs -> the value of the forward segment
+        given: dict[int, str] = {}
+        partners: list[Call] = []
+        for call in calls:
+            own = {p: sources[a] for p, a in enumerate(call.args) if a in sources and sources[a][1] in lost}
+            origins = {id(c): c for c, _ in own.values()}
+            now = {p: self.graph.outputs[k] for p, (_, k) in own.items()}
+            if len(origins) != 1 or (given and now != given):
+                raise NoFactorsError("backward reads several layers at once")
+            given = now
+            partners += origins.values()
+        names = [n for n, _ in graph.inputs]
+        weights = _weights(self.folded, segment)
+        seeds = {names[p]: self.wide.dims[v] for p, v in given.items()}
+        wide = _wide(graph, seeds, self.limit, weights)
+        if any(n in wide.dims and n not in seeds for n in names):
+            raise NoFactorsError("backward is given other wide values")
+        if any(o in wide.dims for o in graph.outputs):
+            raise NoFactorsError("backward hands on wide values")
+        again, starts = self._again([given[p] for p in sorted(given)])
+        inner = {v: self._fresh(v) for node in again for v in node.outs}
+        args = [list(c.args) for c in calls]
+        inputs = list(graph.inputs)
+        for value in starts:
+            main = [self._handed(value, partner) for partner in partners]
+            at = next((p for p in range(len(inputs)) if [a[p] for a in args] == main), None)
+            if at is None:
+                at = len(inputs)
+                inputs.append((self._fresh(value), self.graph.types()[value]))
+                for row, name in zip(args, main, strict=True):
+                    row.append(name)
+            inner[value] = inputs[at][0]
+        instead = {names[p]: inner[v] for p, v in given.items()}
+        body = [*renamed(again, inner), *renamed([n for n in graph.nodes if n.name in wide.nodes], instead)]
+        whole = replace(graph, inputs=tuple(inputs), nodes=renamed(graph.nodes, instead))
+        inside = {n.name for n in body}
+        made = self._with_tiles(whole, body, inside, (), len(again))
+        live = _live(made)
+        used = {r for n in live.nodes for r in refs_of(n)} | set(live.outputs)
+        kept = [p for p, (n, _) in enumerate(inputs) if n in used]
+        self.segments[segment] = replace(live, inputs=tuple(inputs[p] for p in kept))
+        for call, row in zip(calls, args, strict=True):
+            self.args[call.outs] = tuple(row[p] for p in kept)
+
+    def _again(self, values: Iterable[str]) -> tuple[list[Node], list[str]]:
+        """(nodes that make wide values again, what they start from)."""
+        made = {out: node for node in self.graph.nodes for out in node.outs}
+        wanted, starts = list(values), dict[str, None]()
+        nodes: set[str] = set()
+        while wanted:
+            value = wanted.pop()
+            node = made.get(value)
+            if value not in self.wide.dims and (node is None or node.op not in _VIEWS):
+                starts[value] = None
+            elif node is None:
+                raise NoFactorsError("a wide value is given")
+            elif node.name not in nodes:
+                nodes.add(node.name)
+                wanted += refs_of(node)
+        order = [n for n in self.graph.nodes if n.name in nodes]
+        return order, sorted(starts)
+
+    def _handed(self, value: str, call: Call) -> str:
+        """What a value of a forward call is in main, handed on for backward if it was not."""
+        inputs = [n for n, _ in self.graph.inputs]
+        if value in inputs:
+            return call.args[inputs.index(value)]
+        if value in self.graph.outputs:
+            return call.outs[self.graph.outputs.index(value)]
+        if value not in self.handed:
+            self.handed[value] = [self._fresh(value) for _ in self.calls]
+        return self.handed[value][next(k for k, c in enumerate(self.calls) if c is call)]
+
+    def _fresh(self, base: str) -> str:
+        name, k = f"{base}_tile", 1
+        while name in self.taken:
+            k += 1
+            name = f"{base}_tile{k}"
+        self.taken.add(name)
+        return name
+
+    # -- the op ------------------------------------------------------------------------------------------
+
+    def _with_tiles(
+        self,
+        graph: Graph,
+        body: Sequence[Node],
+        inside: Collection[str],
+        lost: Collection[int],
+        again: int = 0,
+    ) -> Graph:
+        """The graph with a body in place of its nodes. inside: names of nodes of it, those of the body if
+        empty. lost: positions of outputs that are no longer made. again: nodes of the body that repeat what
+        forward did, at its begin."""
+        gone = set(inside) or {n.name for n in body}
+        made = {o for n in body for o in n.outs}
+        rest = [n for n in graph.nodes if n.name not in gone]
+        wanted = {v for k, v in enumerate(graph.outputs) if k not in lost}
+        wanted |= {r for n in rest for r in refs_of(n)} | set(self.handed)
+        outs = [o for n in body for o in n.outs if o in wanted]
+        own = len(body) - again
+        body = [*self._views(graph, body, made), *body]
+        made |= {o for n in body for o in n.outs}
+        given = list(dict.fromkeys(r for n in body for r in refs_of(n) if r not in made))
+        types = {**graph.types()} | {o: t for n in body for o, t in zip(n.outs, n.types, strict=True) if t}
+        inner = {v: f"x{k}" for k, v in enumerate(given)}
+        inner |= {o: f"v{k}" for k, o in enumerate(o for n in body for o in n.outs)}
+        nodes = renamed(body, inner)
+        small = Graph(
+            "tile", tuple((inner[v], types[v]) for v in given), nodes, tuple(inner[o] for o in outs)
+        )
+        nodes = _live(small).nodes
+        again = sum(n.name in {m.name for m in nodes} for n in small.nodes[: again and len(body) - own])
+        small = replace(small, nodes=nodes)
+        tiles = self._cut(small, body_factors(small, self.table), again)
+        origin = body[-own].origin
+        args = tiles.args([Ref(v) for v in given])
+        tile = Node(TILES, args, (), tuple(outs), tuple(types[o] for o in outs), origin, body[-1].backward)
+        return replace(graph, nodes=_ordered([n for n, _ in graph.inputs], rest, tile))
+
+    def _views(self, graph: Graph, body: Sequence[Node], made: Collection[str]) -> list[Node]:
+        """Views of rows that the body takes: what they are views of tells sequences apart."""
+        makers = {o: n for n in graph.nodes for o in n.outs}
+        found: dict[str, Node] = {}
+        wanted = [r for n in body for r in refs_of(n) if r not in made]
+        while wanted:
+            node = makers.get(wanted.pop())
+            if (
+                node is not None
+                and node.op in _VIEWS
+                and node.name not in found
+                and not ({*refs_of(node)} & {*made})
+            ):
+                found[node.name] = node
+                wanted += refs_of(node)
+        return [n for n in graph.nodes if n.name in found]
+
+    def _cut(self, body: Graph, found: BodyFactors, again: int) -> RowTiles:
+        """Which dims are rows: all but the last of what is wide. again: as of `RowTiles`."""
+        types = body.types()
+        wide = (v for v, t in types.items() if _bytes(t) > self.limit and t.is_float)
+        leading = [tuple(f for d in found.dims[v][:-1] for f in d) for v in wide]
+        rows = max(leading, key=leading.count, default=())
+        if not 1 <= len(rows) <= 2 or found.fixed.intersection(rows):
+            raise NoFactorsError("rows are not treated alike")
+        if any(found.reduce.get(f, "sum") != "sum" for f in rows):
+            raise NoFactorsError("what is made of all rows is no sum")
+        batch = rows[0] if len(rows) == 2 else None
+        kinds: dict[str, str] = {}
+        for value in types:
+            kind = kinds_of(found.dims[value], batch, rows[-1])
+            if kind is None:
+                raise NoFactorsError("rows lie in another order")
+            kinds[value] = kind
+        given = [kinds[n] for n, _ in body.inputs]
+        if "b" in "".join(kinds.values()) and "s" not in "".join(given):
+            raise NoFactorsError("the rows of a sequence are not told")
+        shaped = tuple(
+            without_rows(n, types[n.name].shape, kinds[n.name]) if n.op in SHAPED else n for n in body.nodes
+        )
+        return RowTiles(self.rows, replace(body, nodes=shaped), kinds, again)
+
+    # -- main --------------------------------------------------------------------------------------------
+
+    def _rebuilt(self, lost: Sequence[int], added: Sequence[str]) -> Folded:
+        gone = {c.outs[k] for c in self.calls for k in lost}
+        calls: list[Call] = []
+        for call in self.folded.calls:
+            if call.segment == self.name:
+                number = next(k for k, c in enumerate(self.calls) if c is call)
+                outs = [o for k, o in enumerate(call.outs) if k not in lost]
+                outs += [self.handed[v][number] for v in added]
+                call = replace(call, outs=tuple(outs))
+            elif call.outs in self.args:
+                call = replace(call, args=self.args[call.outs])
+            calls.append(call)
+        return Folded(self.segments, tuple(calls), _without_outputs(self.folded.joint, gone))
+
+
+def _without_outputs(joint: Joint, gone: Collection[str]) -> Joint:
+    targets = {int(r.target) for r in joint.results if r.value in gone}
+    if not targets:
+        return joint
+    leaves = tuple(NOT_MADE if k in targets else leaf for k, leaf in enumerate(joint.out_leaves))
+    results = tuple(r for r in joint.results if r.value not in gone)
+    return replace(joint, results=results, out_leaves=leaves)
+
+
+def _ordered(inputs: Iterable[str], rest: Sequence[Node], tile: Node) -> tuple[Node, ...]:
+    """Nodes in an order that respects their uses. Raises NoFactorsError if there is none."""
+    known, waiting, order = set(inputs), [*rest, tile], list[Node]()
+    while waiting:
+        ready = next((n for n in waiting if known.issuperset(refs_of(n))), None)
+        if ready is None:
+            raise NoFactorsError("what uses it is used by it")
+        waiting.remove(ready)
+        order.append(ready)
+        known.update(ready.outs)
+    return tuple(order)
+
+
+def _live(graph: Graph) -> Graph:
+    """Without nodes that nothing uses."""
+    wanted, kept = set(graph.outputs), list[Node]()
+    for node in reversed(graph.nodes):
+        if not wanted.isdisjoint(node.outs):
+            kept.append(node)
+            wanted.update(refs_of(node))
+    return replace(graph, nodes=tuple(reversed(kept)))

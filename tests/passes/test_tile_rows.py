@@ -1,0 +1,160 @@
+"""What is wide computed for some tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import family
+from sampling import sampled
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autoshard
+from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.errors import UsageError, VerificationError
+from autoshard.ir import Folded
+from autoshard.ir.row_tiles import TILES, tiles_of
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import plan_analysed
+from autoshard.program.known_ops import known_ops
+from autoshard.program.parse import parse_program
+from autoshard.program.store import load_program, save_program
+from autoshard.program.text import program_text
+from autoshard.search.problem.problem import model_flop
+from autoshard.verify.lockstep import verify
+from autoshard.verify.static import verify_static
+from benchmarks.models import bench_batch, bench_llama
+
+ROWS = 5
+#: family -> how many ops its segments have that run in tiles
+TILED = {"gpt2": 4, "llama": 4, "mixtral": 2, "bert": 4, "t5": 10, "vit": 2}
+MESHES = ("dp=2,tp=2", "tp=4", "cp=4", "fsdp=4", "pp=2,tp=2")
+
+
+def analysed(name: str, rows: int = ROWS) -> Analysis:
+    model, inputs = family(name).make()
+    return analyse(capture(model, (), inputs), tile_rows=rows)
+
+
+def tiles_in(folded: Folded) -> int:
+    return sum(node.op == TILES for graph in folded.segments.values() for node in graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), sampled([(name, mesh) for name in TILED for mesh in MESHES], 8), ids=str
+)
+def test_equal_to_eager(name: str, mesh: str) -> None:
+    """Proved, and in numbers; the text of the program is read back."""
+    model, inputs = family(name).make()
+    analysis = analyse(capture(model, (), inputs), tile_rows=ROWS)
+    assert tiles_in(analysis.folded) == TILED[name]
+    found = plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
+    program = compile_analysed(found)
+    assert verify_static(program).ok
+    report = verify(program, model, (), inputs, steps=2)
+    assert report.ok, report.worst()
+
+
+def test_half_precision_adds_tiles_in_single(tmp_path: Path) -> None:
+    """Also norms are wide there, in single precision; a stored program is the same."""
+    torch.manual_seed(0)
+    model, inputs = bench_llama(2, 64, 256).bfloat16(), bench_batch(2, 64, 256)
+    analysis = analyse(capture(model, (), inputs), tile_rows=16)
+    assert tiles_in(analysis.folded) == 10
+    plan = plan_analysed(analysis, [Mesh.parse("tp=2")], load_cluster("cpu-gloo"))
+    program = compile_analysed(plan)
+    assert verify(program, model, (), inputs, steps=1).ok
+    save_program(program, tmp_path / "program")
+    text = program_text(program)
+    assert program_text(load_program(tmp_path / "program")) == text
+    for old, new in (("aten.mm.default", "aten.save.default"), ("'%x0'", "'%x9'"), (", 16, (", ", 0, (")):
+        assert old in text
+        with pytest.raises(VerificationError, match="body of row_tiles"):
+            parse_program(text.replace(old, new), ("tp",), known_ops())
+
+
+def test_nothing_wide_is_left() -> None:
+    """No value of all tokens is as wide as an MLP or the vocabulary, in forward or saved for backward."""
+    plain, tiled = analysed("llama", 0).folded, analysed("llama").folded
+    config: Any = family("llama").make()[0].config
+    wide = {config.intermediate_size, config.vocab_size}
+
+    def widths(folded: Folded) -> set[int]:
+        values = [t for g in folded.segments.values() for n in g.nodes for t in n.types if t is not None]
+        return {t.shape[-1] for t in values if len(t.shape) == 3}
+
+    assert wide <= widths(plain) and not wide & widths(tiled)
+    # backward repeats forward's products, which is no work of the model
+    repeated = [tiles_of(n).again for g in tiled.segments.values() for n in g.nodes if n.op == TILES]
+    assert any(repeated)
+    assert model_flop(analysed("llama", 0).model) == model_flop(analysed("llama").model)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_logits_are_not_returned() -> None:
+    model, inputs = family("llama").make()
+    wanted = model(**inputs).loss
+    parallel = autoshard.parallelize(model, "dp=1", example_inputs=inputs, tile_rows=ROWS)
+    found = parallel(**inputs)
+    torch.testing.assert_close(found.loss, wanted)
+    found.loss.backward()
+    for ask in (
+        lambda: found.logits.shape,
+        lambda: found.logits[0],
+        lambda: torch.softmax(found.logits, -1),
+        lambda: list(found.logits),
+    ):
+        with pytest.raises(UsageError, match="not made"):
+            ask()
+    with torch.no_grad():
+        logits = parallel.eval()(input_ids=inputs["input_ids"]).logits
+    assert logits.shape[:2] == inputs["input_ids"].shape
+
+
+class Mixing(nn.Module):
+    """Rows of what is wide depend on other rows, or gradients of what is wide are asked for."""
+
+    def __init__(self, mix: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.mix = nn.Linear(8, 64), nn.Linear(64, 8), mix
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = self.up(x)
+        if self.mix:
+            return (self.down(wide.cumsum(1)).sum(),)
+        return wide, self.down(wide)
+
+
+@pytest.mark.parametrize("mix", (True, False))
+def test_what_cannot_run_in_tiles_stays(mix: bool) -> None:
+    joint = capture(Mixing(mix), (torch.randn(2, 16, 8),), {}, differentiate="all")
+    assert tiles_in(analyse(joint, tile_rows=4).folded) == 0
+
+
+def test_a_plan_has_tiles_where_nothing_else_fits() -> None:
+    """And says so; the plan alone is enough to compile it."""
+    model, inputs = bench_llama(1, 32, 8192), bench_batch(1, 16384, 8192)
+    free = autoshard.plan(model, "tp=2", example_inputs=inputs, memory=2**33)
+    assert not free.plan.tile_rows and free.peak is not None
+    tight = autoshard.plan(model, "tp=2", example_inputs=inputs, memory=int(0.6 * free.peak.bytes))
+    assert tight.plan.tile_rows == 2048 and tight.peak is not None
+    assert tight.peak.bytes < 0.6 * free.peak.bytes
+    assert "planned with tiles of 2,048 tokens" in tight.plan.warnings[-1]
+    program = autoshard.compile(model, tight.plan, example_inputs=inputs).program
+    assert any(node.op == TILES for s in program.lowered.segments.values() for node in s.graph.nodes)
+    with pytest.raises(autoshard.InfeasibleError):
+        autoshard.plan(model, "tp=2", example_inputs=inputs, memory=int(0.05 * free.peak.bytes))
