@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from operator import mul
 
 from autoshard.ir import DTYPES, Call, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
 from autoshard.ir.joint import NOT_MADE
@@ -20,6 +23,7 @@ from autoshard.rules.core import RuleFn
 from autoshard.rules.row_tiles import BodyFactors, NoFactorsError, body_factors, kinds_of
 
 _MM = "aten.mm.default"
+_PRODUCTS = frozenset((_MM, "aten.bmm.default"))
 #: views of all elements
 _VIEWS = RESHAPES | TRANSPOSES | ALIASES
 #: a product that makes rows at least so many times as wide begins a stretch
@@ -53,12 +57,13 @@ def _next_begin(folded: Folded, name: str, tried: Collection[str]) -> str | None
 
 
 def _widens(node: Node, graph: Graph, weights: Collection[str]) -> bool:
-    """Whether it is a product of rows with weights, or a cast of rows, that makes more bytes of them."""
-    if node.op != _MM and node.op not in CASTS:
+    """Whether it is a product of rows with something, or a cast of rows, that makes more bytes of them."""
+    if node.op not in _PRODUCTS and node.op not in CASTS:
         return False
     taken, *factors = refs_of(node)
     before, after = graph.types()[taken], graph.types()[node.name]
-    rows = taken not in weights and all(f in weights for f in factors) and len(after.shape) > 1
+    rows = taken not in weights and len(after.shape) > 1
+    rows = rows and (node.op != _MM or all(f in weights for f in factors))
     return rows and before.is_float and _bytes(after) > _WIDER * _bytes(before)
 
 
@@ -96,6 +101,10 @@ def _wide(graph: Graph, begin: Mapping[str, int], limit: float, weights: Collect
     def large(value: str) -> bool:
         return value in types and value not in weights and _bytes(types[value]) > limit
 
+    def add(value: str, at: int | None) -> None:
+        if at is not None and value not in dims and large(value):
+            dims[value] = at
+
     while True:
         before = len(dims), len(nodes)
         for node in graph.nodes:
@@ -103,11 +112,16 @@ def _wide(graph: Graph, begin: Mapping[str, int], limit: float, weights: Collect
             if dims.keys().isdisjoint((*refs, *node.outs)):
                 continue
             nodes[node.name] = node
-            at = _rows_at(node, dims)
-            for value in (*refs, *node.outs):
-                # a product of rows with rows has no rows
-                if value not in dims and large(value) and (value in refs or at is not None):
-                    dims[value] = _turned(node, 0 if at is None else at, value in refs)
+            for ref in refs:
+                for out in node.outs if ref in dims and node.types[0] is not None else ():
+                    add(out, _rows_after(node, ref, dims[ref], types))
+            for ref in refs:
+                for out in node.outs:
+                    if out in dims:
+                        add(ref, _rows_before(node, ref, dims[out], types))
+                    elif large(ref) and not dims.keys().isdisjoint(refs):
+                        # rows with rows: what they make has none
+                        add(ref, _beside(node, ref, dims, types))
         for value in list(dims):
             if value in made:
                 nodes[made[value].name] = made[value]
@@ -127,21 +141,60 @@ def _between(graph: Graph, nodes: Collection[str]) -> frozenset[str]:
     return frozenset(n.name for n in graph.nodes if n.name in behind and not before.isdisjoint(n.outs))
 
 
-def _rows_at(node: Node, dims: Mapping[str, int]) -> int | None:
-    """The dim of the rows in what a node makes, None if it adds up over them."""
-    refs = list(refs_of(node))
-    if node.op == _MM:
-        left, right = refs
-        if left in dims:
-            return 0 if dims[left] == 0 else None
-        return None if dims.get(right, 0) == 0 and right in dims else 0
-    known = next((dims[r] for r in refs if r in dims), 0)
-    return 1 - known if node.op in TRANSPOSES else known
+def _rows_after(node: Node, ref: str, at: int, types: Mapping[str, TensorType]) -> int | None:
+    """The dim of the rows in what a node makes, if they are dim ``at`` of what it takes; None if they are
+    added up, or lie there in no dim of their own."""
+    before, after = types[ref].shape, types[node.name].shape
+    if node.op in _PRODUCTS:
+        left = ref == next(refs_of(node))
+        return at if at == len(after) - (2 if left else 1) else None
+    if node.op in RESHAPES:
+        return _reshaped(before, after, at)
+    if node.op in TRANSPOSES:
+        order = _order(node, len(before))
+        return order.index(at)
+    found = at + len(after) - len(before)
+    return found if found >= 0 and after[found] == before[at] else None
 
 
-def _turned(node: Node, at: int, taken: bool) -> int:
-    """Where the rows of what a node takes are, given where those of what it makes are."""
-    return 1 - at if taken and node.op in TRANSPOSES else at
+def _rows_before(node: Node, ref: str, at: int, types: Mapping[str, TensorType]) -> int | None:
+    """The same the other way round."""
+    before, after = types[ref].shape, types[node.name].shape
+    if node.op in _PRODUCTS:
+        left = ref == next(refs_of(node))
+        return at if at == len(after) - (2 if left else 1) else None
+    if node.op in RESHAPES:
+        return _reshaped(after, before, at)
+    if node.op in TRANSPOSES:
+        return _order(node, len(before))[at]
+    found = at + len(before) - len(after)
+    return found if found >= 0 and after[at] == before[found] else None
+
+
+def _beside(node: Node, ref: str, dims: Mapping[str, int], types: Mapping[str, TensorType]) -> int | None:
+    """The dim of the rows in one factor of a product that adds up over them."""
+    left, right = refs_of(node) if node.op in _PRODUCTS else ("", "")
+    last = len(types[ref].shape) - 1
+    if ref == left and dims.get(right) == last - 1:
+        return last
+    return last - 1 if ref == right and dims.get(left) == last else None
+
+
+def _reshaped(before: Sequence[int], after: Sequence[int], at: int) -> int | None:
+    """Where a dim ends up whose elements, with those of the dims outside of it, are seen in another way."""
+    ends = list(accumulate(after, mul))
+    count = prod(before[: at + 1])
+    return ends.index(count) if count in ends else None
+
+
+def _order(node: Node, rank: int) -> list[int]:
+    """Of every dim of a transposed tensor, which one it was."""
+    order = list(range(rank))
+    if node.op == "aten.permute.default":
+        return [int(d) % rank for d in node.args[1]]
+    one, other = (0, 1) if node.op == "aten.t.default" else (int(d) % rank for d in node.args[1:3])
+    order[one], order[other] = other, one
+    return order
 
 
 class _Stretch:
@@ -153,7 +206,8 @@ class _Stretch:
         self.weights = _weights(folded, name)
         node = next(n for n in self.graph.nodes if n.name == begin)
         self.limit = _WIDER * _bytes(self.graph.types()[next(refs_of(node))])
-        self.wide = _wide(self.graph, {begin: 0}, self.limit, self.weights)
+        first = len(self.graph.types()[begin].shape) - 2
+        self.wide = _wide(self.graph, {begin: first}, self.limit, self.weights)
         self.calls = [c for c in folded.calls if c.segment == name]
         self.users: dict[str, list[Call]] = {}
         for call in folded.calls:
@@ -162,8 +216,6 @@ class _Stretch:
         self.taken = {v for g in folded.segments.values() for v in g.types()}
         self.taken |= {p.name for p in folded.joint.ports} | {o for c in folded.calls for o in c.outs}
         self.segments = dict(folded.segments)
-        #: per forward call, what it hands on beside what it did
-        self.more: dict[str, list[str]] = {c.outs[0]: [] for c in self.calls}
         #: per backward call, its arguments
         self.args: dict[tuple[str, ...], tuple[str, ...]] = {}
         #: values of the forward segment -> what backward calls them in main, per forward call
@@ -171,20 +223,26 @@ class _Stretch:
 
     def tiled(self) -> Folded:
         """The model with the stretch as one op. Raises NoFactorsError if it cannot be that."""
-        types = self.graph.types()
-        if any(n in self.wide.dims for n, _ in self.graph.inputs):
-            raise NoFactorsError("the segment is given wide values")
+        inside = [n for n in self.graph.nodes if n.name in self.wide.nodes]
         lost = [k for k, v in enumerate(self.graph.outputs) if v in self.wide.dims]
         self._check_results({c.outs[k] for c in self.calls for k in lost})
+        self._check_worth(inside, lost)
         for segment in self._backward_segments(lost):
             self._backward(segment, lost)
-        inside = [n for n in self.graph.nodes if n.name in self.wide.nodes]
         graph = self._with_tiles(self.graph, inside, (), lost)
         outputs = [v for k, v in enumerate(graph.outputs) if k not in lost]
         added = [v for v in self.handed if v not in self.graph.outputs]
         self.segments[self.name] = _live(replace(graph, outputs=(*outputs, *added)))
-        assert set(added) <= set(types)
         return self._rebuilt(lost, added)
+
+    def _check_worth(self, inside: Sequence[Node], lost: Sequence[int]) -> None:
+        """Less must be handed on than there is inside: not so where wide rows are cut into parts."""
+        types = self.graph.types()
+        used = {r for n in self.graph.nodes if n.name not in self.wide.nodes for r in refs_of(n)}
+        used |= {v for k, v in enumerate(self.graph.outputs) if k not in lost}
+        given = sum(_bytes(types[o]) for n in inside for o in n.outs if o in used and o in types)
+        if given >= max(_bytes(types[v]) for v in self.wide.dims):
+            raise NoFactorsError("as much is handed on as is made")
 
     # -- what backward reads ---------------------------------------------------------------------------
 
@@ -224,8 +282,6 @@ class _Stretch:
         weights = _weights(self.folded, segment)
         seeds = {names[p]: self.wide.dims[v] for p, v in given.items()}
         wide = _wide(graph, seeds, self.limit, weights)
-        if any(n in wide.dims and n not in seeds for n in names):
-            raise NoFactorsError("backward is given other wide values")
         if any(o in wide.dims for o in graph.outputs):
             raise NoFactorsError("backward hands on wide values")
         again, starts = self._again([given[p] for p in sorted(given)])
@@ -264,7 +320,7 @@ class _Stretch:
             if value not in self.wide.dims and (node is None or node.op not in _VIEWS):
                 starts[value] = None
             elif node is None:
-                raise NoFactorsError("a wide value is given")
+                starts[value] = None  # wide, but given: a mask, say
             elif node.name not in nodes:
                 nodes.add(node.name)
                 wanted += refs_of(node)
@@ -309,28 +365,30 @@ class _Stretch:
         wanted = {v for k, v in enumerate(graph.outputs) if k not in lost}
         wanted |= {r for n in rest for r in refs_of(n)} | set(self.handed)
         outs = [o for n in body for o in n.outs if o in wanted]
-        own = len(body) - again
-        body = [*self._views(graph, body, made), *body]
-        made |= {o for n in body for o in n.outs}
-        given = list(dict.fromkeys(r for n in body for r in refs_of(n) if r not in made))
-        types = {**graph.types()} | {o: t for n in body for o, t in zip(n.outs, n.types, strict=True) if t}
-        inner = {v: f"x{k}" for k, v in enumerate(given)}
-        inner |= {o: f"v{k}" for k, o in enumerate(o for n in body for o in n.outs)}
-        nodes = renamed(body, inner)
-        small = Graph(
-            "tile", tuple((inner[v], types[v]) for v in given), nodes, tuple(inner[o] for o in outs)
-        )
-        nodes = _live(small).nodes
-        again = sum(n.name in {m.name for m in nodes} for n in small.nodes[: again and len(body) - own])
-        small = replace(small, nodes=nodes)
-        tiles = self._cut(small, body_factors(small, self.table), again)
-        origin = body[-own].origin
-        args = tiles.args([Ref(v) for v in given])
-        tile = Node(TILES, args, (), tuple(outs), tuple(types[o] for o in outs), origin, body[-1].backward)
+        try:
+            tile = self._node(graph, body, outs, again)
+        except NoFactorsError:
+            # what the rows are views of may tell sequences apart
+            views = self._views(graph, body, made)
+            tile = self._node(graph, [*views, *body], outs, again and again + len(views))
         return replace(graph, nodes=_ordered([n for n, _ in graph.inputs], rest, tile))
 
+    def _node(self, graph: Graph, body: Sequence[Node], outs: Sequence[str], again: int) -> Node:
+        """The op with this body. outs: values of it that others use. again: see `_with_tiles`."""
+        made = [o for n in body for o in n.outs]
+        given = list(dict.fromkeys(r for n in body for r in refs_of(n) if r not in made))
+        types = {**graph.types()} | {o: t for n in body for o, t in zip(n.outs, n.types, strict=True) if t}
+        inner = {v: f"x{k}" for k, v in enumerate(given)} | {o: f"v{k}" for k, o in enumerate(made)}
+        inputs = tuple((inner[v], types[v]) for v in given)
+        small = _live(Graph("tile", inputs, renamed(body, inner), tuple(inner[o] for o in outs)))
+        kept = {n.name for n in small.nodes}
+        repeated = sum(inner[n.name] in kept for n in body[:again])
+        args = self._cut(small, body_factors(small, self.table), repeated).args([Ref(v) for v in given])
+        results = tuple(types[o] for o in outs)
+        return Node(TILES, args, (), tuple(outs), results, body[again].origin, body[-1].backward)
+
     def _views(self, graph: Graph, body: Sequence[Node], made: Collection[str]) -> list[Node]:
-        """Views of rows that the body takes: what they are views of tells sequences apart."""
+        """Views of rows that the body takes."""
         makers = {o: n for n in graph.nodes for o in n.outs}
         found: dict[str, Node] = {}
         wanted = [r for n in body for r in refs_of(n) if r not in made]
@@ -351,12 +409,17 @@ class _Stretch:
         types = body.types()
         wide = (v for v, t in types.items() if _bytes(t) > self.limit and t.is_float)
         leading = [tuple(f for d in found.dims[v][:-1] for f in d) for v in wide]
-        rows = max(leading, key=leading.count, default=())
-        if not 1 <= len(rows) <= 2 or found.fixed.intersection(rows):
+        rows = max(leading, key=leading.count, default=())[-1:]
+        if not rows or found.fixed.intersection(rows):
             raise NoFactorsError("rows are not treated alike")
-        if any(found.reduce.get(f, "sum") != "sum" for f in rows):
+        # of rows of all sequences in one dim, a tile has those of one sequence
+        outside = {d[:-1] for laid in found.dims.values() for d in laid if len(d) > 1 and d[-1:] == rows}
+        if len(outside) > 1 or any(len(d) != 1 or found.fixed.intersection(d) for d in outside):
+            raise NoFactorsError("rows lie in several orders")
+        batch = next((d[0] for d in outside), None)
+        both = rows if batch is None else (batch, *rows)
+        if any(found.reduce.get(f, "sum") != "sum" for f in both):
             raise NoFactorsError("what is made of all rows is no sum")
-        batch = rows[0] if len(rows) == 2 else None
         kinds: dict[str, str] = {}
         for value in types:
             kind = kinds_of(found.dims[value], batch, rows[-1])

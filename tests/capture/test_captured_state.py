@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextvars
+import dis
 import json
 import random
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import transformers.models.llama.modeling_llama as modeling
 from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.capture.python_state.captured_state import graph_digest, state_here, texts_of
+from autoshard.capture.python_state.code_reads import codes_of, globals_of
 from autoshard.errors import CaptureError, UsageError
 from autoshard.passes.simplify.fold_repeats import flat
 from autoshard.runtime.checks import call_guard
@@ -490,3 +493,16 @@ def test_a_global_with_the_name_of_an_attribute_is_not_read(monkeypatch: pytest.
     model, x = Asks(), torch.randn(3, 4)
     monkeypatch.setattr(sys.modules[__name__], "inner", 1, raising=False)
     assert not [r for r in capture(model, (x,)).captured_state.variables if r.key == "inner"]
+
+
+def test_globals_are_those_that_dis_tells() -> None:
+    """Of all functions of some modules, with more names than an instruction has room for."""
+    many = "def f():\n    return (" + ", ".join(f"g{k}" for k in range(400)) + ")\nclass C:\n    x = g1\n"
+    codes = list(codes_of(compile(many, "many", "exec")))
+    for module in (modeling, torch.nn.functional):
+        functions = [f for f in vars(module).values() if isinstance(f, FunctionType)]
+        codes += [code for f in functions for code in codes_of(f.__code__)]
+    assert len(codes) > 100
+    for code in codes:
+        loads = [i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+        assert globals_of(code) == {i.argval for i in loads}

@@ -158,3 +158,37 @@ def test_a_plan_has_tiles_where_nothing_else_fits() -> None:
     assert any(node.op == TILES for s in program.lowered.segments.values() for node in s.graph.nodes)
     with pytest.raises(autoshard.InfeasibleError):
         autoshard.plan(model, "tp=2", example_inputs=inputs, memory=int(0.05 * free.peak.bytes))
+
+
+class SoftCapped(nn.Module):
+    """Attention by products with capped scores and a window, as eager Gemma-2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, rows, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        place = torch.arange(rows)
+        apart = place[:, None] - place[None]
+        scores = torch.tanh(q @ k.transpose(-1, -2) / 5.0) * 5.0
+        scores = scores.masked_fill((apart < 0) | (apart > 9), -1e9)
+        mixed = torch.softmax(scores, -1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(batch, rows, 8)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ("dp=2,tp=2", "cp=2"))
+def test_scores_are_made_for_some_queries(mesh: str) -> None:
+    """Never for all queries and all keys, in forward or backward; a rank may have some queries, or heads."""
+    torch.manual_seed(0)
+    model, x = SoftCapped(), torch.randn(2, 24, 8)
+    analysis = analyse(capture(model, (x,), {}), tile_rows=ROWS)
+    assert tiles_in(analysis.folded) == 2
+    values = [t for g in analysis.folded.segments.values() for t in g.types().values()]
+    assert not any(t.is_float and t.shape[-2:] == (24, 24) for t in values)
+    found = plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
+    program = compile_analysed(found)
+    assert verify_static(program).ok
+    report = verify(program, model, (x,), {}, steps=2)
+    assert report.ok, report.worst()

@@ -487,11 +487,13 @@ def test_less_room_is_found_with_little_work_once_all_is_done() -> None:
     """The first solution that fits as a program is taken, where there are faster ones that need more room."""
     machine, analysis = load_cluster("h100-dgx"), analysed("gpt2")
     meshes = [Mesh.parse("fsdp=4")]
-    peak = plan_analysed(analysis, meshes, machine, memory=2**40, request=SearchRequest(batch=BATCH)).peak
+    peak = plan_analysed(analysis, meshes, machine, memory=2**40, request=SearchRequest(batch=2 * BATCH)).peak
     assert peak is not None
-    memory = int(0.9 * peak.bytes)
+    memory = int(0.8 * peak.bytes)
     tight, quick = (
-        plan_analysed(analysis, meshes, machine, memory=memory, request=SearchRequest(batch=BATCH, work=work))
+        plan_analysed(
+            analysis, meshes, machine, memory=memory, request=SearchRequest(batch=2 * BATCH, work=work)
+        )
         for work in (SearchRequest().work, 0)
     )
     assert tight.peak is not None and quick.peak is not None

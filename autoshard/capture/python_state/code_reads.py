@@ -27,6 +27,7 @@ from autoshard.capture.python_state.state_reads import Read, plain_object
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "autoshard", "numpy"})
 #: their objects are not looked into; variables of plain values are
 _KEPT_APART = frozenset({"transformers", "peft", "accelerate"})
+_LOAD_GLOBAL, _LOAD_NAME = dis.opmap["LOAD_GLOBAL"], dis.opmap["LOAD_NAME"]
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, deque)
 _VALUES = (tuple, frozenset, *CONTAINERS, torch.Tensor)
@@ -240,8 +241,20 @@ class _Cell(Mapping[str, Any]):
 
 
 def globals_of(code: CodeType) -> set[str]:
-    """Names that code loads as variables of its module: a name may be one of attributes alone."""
-    return {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """Names that code loads as variables of its module: a name may be one of attributes alone.
+
+    Read from the bytecode itself: `dis.get_instructions` takes a large part of a capture.
+    """
+    found: set[str] = set()
+    above = 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        number = above | low
+        above = number << 8 if op == dis.EXTENDED_ARG else 0
+        if op == _LOAD_GLOBAL:
+            found.add(code.co_names[number >> 1])  # the lowest bit: whether it is called next
+        elif op == _LOAD_NAME:
+            found.add(code.co_names[number])
+    return found
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
