@@ -41,10 +41,18 @@ def tile_rows(folded: Folded, rows: int, table: Mapping[str, RuleFn]) -> Folded:
         tried: set[str] = set()
         while (begin := _next_begin(folded, name, tried)) is not None:
             tried.add(begin)
-            try:
-                folded = _Stretch(folded, name, begin, rows, table).tiled()
-            except NoFactorsError:
-                continue  # it stays as it is: not every row is treated by itself
+            folded = _with_stretch(folded, name, begin, rows, table)
+    return folded
+
+
+def _with_stretch(folded: Folded, name: str, begin: str, rows: int, table: Mapping[str, RuleFn]) -> Folded:
+    """The model with as much in tiles as can be around an op; as it is where not every row is treated by
+    itself."""
+    for whole in (True, False):
+        try:
+            return _Stretch(folded, name, begin, rows, table, whole=whole).tiled()
+        except NoFactorsError:
+            continue
     return folded
 
 
@@ -200,14 +208,25 @@ def _order(node: Node, rank: int) -> list[int]:
 class _Stretch:
     """One stretch of a forward segment, with what backward makes of it."""
 
-    def __init__(self, folded: Folded, name: str, begin: str, rows: int, table: Mapping[str, RuleFn]) -> None:
-        self.folded, self.name, self.rows, self.table = folded, name, rows, table
+    def __init__(
+        self,
+        folded: Folded,
+        name: str,
+        begin: str,
+        rows: int,
+        table: Mapping[str, RuleFn],
+        *,
+        whole: bool,
+    ) -> None:
+        """whole: with other wide values that only elementwise ops lie between, and with what is elementwise
+        behind it; backward then repeats all that it reads of it, else what is wide."""
+        self.folded, self.name, self.rows, self.table, self.whole = folded, name, rows, table, whole
         self.graph = folded.segments[name]
         self.weights = _weights(folded, name)
+        self.makers = {o: n for n in self.graph.nodes for o in n.outs}
         node = next(n for n in self.graph.nodes if n.name == begin)
         self.limit = _WIDER * _bytes(self.graph.types()[next(refs_of(node))])
-        first = len(self.graph.types()[begin].shape) - 2
-        self.wide = _wide(self.graph, {begin: first}, self.limit, self.weights)
+        self.wide = self._found(begin)
         self.calls = [c for c in folded.calls if c.segment == name]
         self.users: dict[str, list[Call]] = {}
         for call in folded.calls:
@@ -221,10 +240,60 @@ class _Stretch:
         #: values of the forward segment -> what backward calls them in main, per forward call
         self.handed: dict[str, list[str]] = {}
 
+    def _found(self, begin: str) -> _Wide:
+        """The stretch of the forward segment."""
+        found = self._around(begin)
+        if not self.whole:
+            return found
+        for node in self.graph.nodes:
+            if node.name not in found.nodes and _widens(node, self.graph, self.weights):
+                found = self._joined(found, self._around(node.name))
+        return replace(found, nodes=self._absorbed(self.graph, found.nodes, self.weights))
+
+    def _around(self, begin: str) -> _Wide:
+        first = len(self.graph.types()[begin].shape) - 2
+        return _wide(self.graph, {begin: first}, self.limit, self.weights)
+
+    def _joined(self, one: _Wide, other: _Wide) -> _Wide:
+        """Both, if one follows the other and only elementwise ops lie between; else the first."""
+        nodes = one.nodes | other.nodes
+        between = _between(self.graph, nodes) - nodes
+        types = self.graph.types()
+        beside = any(
+            (node.name in one.nodes and maker in other.nodes - one.nodes)
+            or (node.name in other.nodes - one.nodes and maker in one.nodes)
+            for node in self.graph.nodes
+            for maker in (self.makers[r].name for r in refs_of(node) if r in self.makers)
+        )
+        if not between and not beside:
+            return one
+        if any(n.name in between and self._kind(n, types) == "matmul" for n in self.graph.nodes):
+            return one
+        return _Wide({**other.dims, **one.dims}, nodes | between)
+
+    def _kind(self, node: Node, types: Mapping[str, TensorType]) -> str:
+        fn = self.table.get(node.op)
+        return "matmul" if fn is None else fn(node, [types[r] for r in refs_of(node)]).kind
+
+    def _absorbed(self, graph: Graph, nodes: frozenset[str], weights: Collection[str]) -> frozenset[str]:
+        """With elementwise ops of which nothing but what these nodes make has rows."""
+        types = graph.types()
+        found = set(nodes)
+        made = {o for n in graph.nodes if n.name in nodes for o in n.outs}
+        for node in graph.nodes:
+            rows = [r for r in refs_of(node) if r not in weights]
+            if node.name in found or not rows or not made.issuperset(rows):
+                continue
+            if node.op in _VIEWS - TRANSPOSES or self._kind(node, types) == "pointwise":
+                found.add(node.name)
+                made.update(node.outs)
+        # a view alone gains nothing
+        return frozenset(found)
+
     def tiled(self) -> Folded:
         """The model with the stretch as one op. Raises NoFactorsError if it cannot be that."""
         inside = [n for n in self.graph.nodes if n.name in self.wide.nodes]
-        lost = [k for k, v in enumerate(self.graph.outputs) if v in self.wide.dims]
+        lost = [k for k, v in enumerate(self.graph.outputs) if v in self.wide.dims or self._repeated(v, k)]
         self._check_results({c.outs[k] for c in self.calls for k in lost})
         self._check_worth(inside, lost)
         for segment in self._backward_segments(lost):
@@ -243,6 +312,16 @@ class _Stretch:
         given = sum(_bytes(types[o]) for n in inside for o in n.outs if o in used and o in types)
         if given >= max(_bytes(types[v]) for v in self.wide.dims):
             raise NoFactorsError("as much is handed on as is made")
+
+    def _repeated(self, value: str, number: int) -> bool:
+        """Whether backward repeats a narrow value, which it alone reads. number: of the output."""
+        maker = self.makers.get(value)
+        if not self.whole or maker is None or maker.name not in self.wide.nodes or value in self.weights:
+            return False
+        outs = [c.outs[number] for c in self.calls]
+        users = [u for o in outs for u in self.users.get(o, ())]
+        returned = {r.value for r in self.folded.joint.results}
+        return bool(users) and all(u.backward for u in users) and returned.isdisjoint(outs)
 
     # -- what backward reads ---------------------------------------------------------------------------
 
@@ -280,8 +359,13 @@ class _Stretch:
             partners += origins.values()
         names = [n for n, _ in graph.inputs]
         weights = _weights(self.folded, segment)
-        seeds = {names[p]: self.wide.dims[v] for p, v in given.items()}
+        seeds = {names[p]: self.wide.dims[v] for p, v in given.items() if v in self.wide.dims}
         wide = _wide(graph, seeds, self.limit, weights)
+        if self.whole:
+            readers = {n.name for n in graph.nodes for r in refs_of(n) if r in {names[p] for p in given}}
+            nodes = wide.nodes | readers
+            nodes = self._absorbed(graph, nodes | _between(graph, nodes), weights)
+            wide = replace(wide, nodes=nodes | _between(graph, nodes))
         if any(o in wide.dims for o in graph.outputs):
             raise NoFactorsError("backward hands on wide values")
         again, starts = self._again([given[p] for p in sorted(given)])
@@ -311,16 +395,16 @@ class _Stretch:
 
     def _again(self, values: Iterable[str]) -> tuple[list[Node], list[str]]:
         """(nodes that make wide values again, what they start from)."""
-        made = {out: node for node in self.graph.nodes for out in node.outs}
         wanted, starts = list(values), dict[str, None]()
         nodes: set[str] = set()
         while wanted:
             value = wanted.pop()
-            node = made.get(value)
-            if value not in self.wide.dims and (node is None or node.op not in _VIEWS):
-                starts[value] = None
-            elif node is None:
-                starts[value] = None  # wide, but given: a mask, say
+            node = self.makers.get(value)
+            repeated = value in self.wide.dims or (
+                node is not None and (node.op in _VIEWS or (self.whole and node.name in self.wide.nodes))
+            )
+            if node is None or not repeated:
+                starts[value] = None  # among them what is wide and given: a mask, say
             elif node.name not in nodes:
                 nodes.add(node.name)
                 wanted += refs_of(node)

@@ -67,7 +67,7 @@ def test_half_precision_adds_tiles_in_single(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, inputs = bench_llama(2, 64, 256).bfloat16(), bench_batch(2, 64, 256)
     analysis = analyse(capture(model, (), inputs), tile_rows=16)
-    assert tiles_in(analysis.folded) == 10
+    assert tiles_in(analysis.folded) == 6
     plan = plan_analysed(analysis, [Mesh.parse("tp=2")], load_cluster("cpu-gloo"))
     program = compile_analysed(plan)
     assert verify(program, model, (), inputs, steps=1).ok
