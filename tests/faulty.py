@@ -43,6 +43,10 @@ def good(name: str) -> Program:
         return flat("gpt2-dropout", "dp=2,tp=2")
     if name == "context":
         return flat("llama-long", "cp=4", "h100-dgx")
+    if name == "tiles":
+        model, inputs = family("llama").make()
+        found = analyse(capture(model, (), inputs), tile_rows=5)
+        return compile_analysed(plan_analysed(found, [Mesh.parse("dp=2,tp=2")], load_cluster(CLUSTER)))
     if name == "kept":
         return _changed("llama", "fsdp=4", keep=True)
     if name == "again":

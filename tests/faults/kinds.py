@@ -16,6 +16,7 @@ from faults import (
     placements,
     schedules,
     slices,
+    tiles,
 )
 from faults.fault import Fault, Kind
 
@@ -29,6 +30,7 @@ KINDS: dict[str, Kind] = {
     **schedules.KINDS,
     **slices.KINDS,
     **context.KINDS,
+    **tiles.KINDS,
     **memory.KINDS,
 }
 
