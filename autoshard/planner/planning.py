@@ -200,6 +200,8 @@ class PlanningRequest:
         grow, it is planned again with less memory, which a warning says, unless ``memory`` was given."""
         analysis, request, searches = source.analysed(self.progress), self, Searches()
         found = self._on_device(request.planned_from(source, analysis, searches))
+        # how it came to have tiles, which a plan with less memory has from the start
+        notes = found.plan.warnings if found.source and found.source.tile_rows != source.tile_rows else ()
         for _ in range(MOST_REPLANS):
             if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
                 break  # as asked for, or it fits
@@ -219,12 +221,13 @@ class PlanningRequest:
             request = smaller
         if request.memory == self.memory:
             return found
+        notes = tuple(w for w in notes if w not in found.plan.warnings)
         asked, given = bytes_text(self.memory or 0), bytes_text(request.memory or 0)
         text = (
             f"planned for {given}: {asked} of tensors do not fit beside what the allocator cannot use, "
             "the CUDA context and NCCL"
         )
-        return replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, text)))
+        return replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, *notes, text)))
 
     def _on_device(self, planned: Planned) -> Planned:
         if planned.peaks is None:
@@ -258,8 +261,8 @@ class PlanningRequest:
             if best is None or _step_of(found) < _step_of(best):
                 warning = f"planned with {text}: nothing fits the memory without tiles"
                 best = replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, warning)))
-            if not found.plan.recompute:
-                break  # with activations in host memory, it could not recompute less
+            if not found.plan.recompute or request.offload:
+                break  # less on the device could not be faster
         if best is None:
             raise last
         return best
@@ -274,9 +277,11 @@ class PlanningRequest:
         if not options.tile_rows:
             rows = TILE_ROWS
             yield self, rows, f"tiles of {rows:,} tokens in MLPs, head and loss (logits are not returned)"
-        if not options.offload and self.machine.device.host is not None:
-            hosting = replace(self, options=replace(options, offload="activations"))
-            yield hosting, rows, f"tiles of {rows:,} tokens and activations in host memory"
+        if options.offload or self.machine.device.host is None:
+            return
+        for kinds in ("activations", "activations,optimizer"):
+            hosting = replace(self, options=replace(options, offload=kinds))
+            yield hosting, rows, f"tiles of {rows:,} tokens, and {kinds.replace(',', ' and ')} in host memory"
 
     def _of_any_batch(self, source: Source, analysis: Analysis, searches: Searches) -> Planned:
         try:

@@ -1,9 +1,8 @@
 """The longest sequence that fits by recipes of ALST: what their code allocates, run through the allocator.
 
-autoshard has neither sequence-parallel attention over divided heads (Ulysses), nor tiles of an MLP or of
-logits, nor ZeRO-3 as DeepSpeed issues it, so no program of ours is simulated: what a step of their code
-allocates is written down here, tensor by tensor, and the simulated caching allocator says what that reserves,
-with ``expandable_segments:True`` as the recipes ask for. The sources:
+A program of ours is another one (`autoshard plan` with a long ``--seq``), and its parameters are not gathered
+as by DeepSpeed: what a step of their code allocates is written down here, tensor by tensor, and the simulated
+caching allocator says what that reserves, with ``expandable_segments:True`` as recipes ask for. The sources:
 
 - DeepSpeed, runtime/sequence_parallel/ulysses_sp.py: copies and all-to-alls of queries, keys (repeated where
   there are fewer heads than ranks), values and the context; `TiledMLP`.
