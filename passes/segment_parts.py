@@ -46,6 +46,16 @@ def sliced(
     )
 
 
+def live(graph: Graph) -> Graph:
+    """Without nodes that nothing uses."""
+    wanted, kept = set(graph.outputs), list[Node]()
+    for node in reversed(graph.nodes):
+        if not wanted.isdisjoint(node.outs):
+            kept.append(node)
+            wanted.update(refs_of(node))
+    return Graph(graph.name, graph.inputs, tuple(reversed(kept)), graph.outputs)
+
+
 def fresh(base: str, taken: set[str]) -> str:
     """``base_again``, or a name like it that is not yet taken; it is taken afterwards."""
     name = next(n for n in _candidates(base) if n not in taken)

@@ -224,13 +224,14 @@ class Ops:
             self.nbytes(values[v]) * (2 if tiles.kinds[v].strip(OTHER) else 3) for v in tiles.body.outputs
         )
         works.append(MemoryWork(given))
-        return TiledWork(tuple(w for w in works if isinstance(w, MatmulWork | MemoryWork)), count)
+        kinds = MatmulWork | Attention | MemoryWork
+        return TiledWork(tuple(w for w in works if isinstance(w, kinds)), count)
 
     def tiled_flop(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         """FLOP of the products of a body on all ranks together."""
         work = self._tiled(node)
         ways = self._ways([values[n] for n in (*refs_of(node), *node.outs)])
-        return ways * work.count * sum(w.flop for w in work.works if isinstance(w, MatmulWork))
+        return ways * work.count * sum(w.flop for w in work.works if not isinstance(w, MemoryWork))
 
     def _ways(self, placed: Sequence[PlacedValue]) -> int:
         """Over how many ranks work is divided, by where what it takes and makes lies."""

@@ -73,7 +73,7 @@ class Transfer:
 class TiledWork:
     """The same works, one after the other, so many times."""
 
-    works: tuple[MatmulWork | MemoryWork, ...]
+    works: tuple[MatmulWork | Attention | MemoryWork, ...]
     count: int
 
     @property

@@ -19,6 +19,8 @@ from autoshard.ir import DTYPES, Call, Folded, Graph, Joint, Node, Ref, TensorTy
 from autoshard.ir.joint import NOT_MADE
 from autoshard.ir.row_tiles import SHAPED, TILES, RowTiles, renamed, without_rows
 from autoshard.ir.views import ALIASES, CASTS, RESHAPES, TRANSPOSES
+from autoshard.passes.memory.sink_masks import sink_masks
+from autoshard.passes.segment_parts import live
 from autoshard.rules.core import RuleFn
 from autoshard.rules.row_tiles import BodyFactors, NoFactorsError, body_factors, kinds_of
 
@@ -26,6 +28,8 @@ _MM = "aten.mm.default"
 _PRODUCTS = frozenset((_MM, "aten.bmm.default"))
 #: views of all elements
 _VIEWS = RESHAPES | TRANSPOSES | ALIASES
+#: an elementwise result is a matrix of vectors if it is so many times as large
+_MATRIX = 8
 #: a product that makes rows at least so many times as wide begins a stretch
 _WIDER = 1.5
 
@@ -36,10 +40,10 @@ def tile_rows(folded: Folded, rows: int, table: Mapping[str, RuleFn]) -> Folded:
     rows: tokens of a tile on a rank, at most. table: the rules of ops, by which a stretch is known to treat
     every row by itself.
     """
-    forward = dict.fromkeys(c.segment for c in folded.calls if not c.backward)
-    for name in forward:
+    folded = sink_masks(folded, table)
+    for name in dict.fromkeys(c.segment for c in folded.calls):
         tried: set[str] = set()
-        while (begin := _next_begin(folded, name, tried)) is not None:
+        while (begin := _next_begin(folded, name, tried, table)) is not None:
             tried.add(begin)
             folded = _with_stretch(folded, name, begin, rows, table)
     return folded
@@ -56,12 +60,27 @@ def _with_stretch(folded: Folded, name: str, begin: str, rows: int, table: Mappi
     return folded
 
 
-def _next_begin(folded: Folded, name: str, tried: Collection[str]) -> str | None:
-    """The first op of a segment that makes its rows wider, of those that were not tried."""
-    graph = folded.segments[name]
-    weights = _weights(folded, name)
-    nodes = (n for n in graph.nodes if n.name not in tried and _widens(n, graph, weights))
-    return next((n.name for n in nodes), None)
+def _next_begin(folded: Folded, name: str, tried: Collection[str], table: Mapping[str, RuleFn]) -> str | None:
+    """The first op of a segment that makes its rows wider, of those that were not tried; of a backward
+    segment, the first that makes a mask."""
+    graph, weights = folded.segments[name], _weights(folded, name)
+    backward = any(c.backward for c in folded.calls if c.segment == name)
+    for node in graph.nodes:
+        if node.name in tried:
+            continue
+        if _makes_mask(node, graph, table) or (not backward and _widens(node, graph, weights)):
+            return node.name
+    return None
+
+
+def _makes_mask(node: Node, graph: Graph, table: Mapping[str, RuleFn]) -> bool:
+    """Whether it makes a matrix, of queries and keys for instance, of vectors."""
+    fn, refs, types = table.get(node.op), list(refs_of(node)), graph.types()
+    if fn is None or len(refs) < 2 or len(node.outs) > 1 or node.name not in types:
+        return False
+    if fn(node, [types[r] for r in refs]).kind != "pointwise":
+        return False
+    return _bytes(types[node.name]) > _MATRIX * sum(_bytes(types[r]) for r in refs)
 
 
 def _widens(node: Node, graph: Graph, weights: Collection[str]) -> bool:
@@ -225,7 +244,11 @@ class _Stretch:
         self.weights = _weights(folded, name)
         self.makers = {o: n for n in self.graph.nodes for o in n.outs}
         node = next(n for n in self.graph.nodes if n.name == begin)
-        self.limit = _WIDER * _bytes(self.graph.types()[next(refs_of(node))])
+        types = self.graph.types()
+        narrow = [next(refs_of(node))]
+        if _makes_mask(node, self.graph, table):
+            narrow = [n for n, t in self.graph.inputs if t.is_float and n not in self.weights]
+        self.limit = _WIDER * max((_bytes(types[n]) for n in narrow), default=0)
         self.wide = self._found(begin)
         self.calls = [c for c in folded.calls if c.segment == name]
         self.users: dict[str, list[Call]] = {}
@@ -301,7 +324,7 @@ class _Stretch:
         graph = self._with_tiles(self.graph, inside, (), lost)
         outputs = [v for k, v in enumerate(graph.outputs) if k not in lost]
         added = [v for v in self.handed if v not in self.graph.outputs]
-        self.segments[self.name] = _live(replace(graph, outputs=(*outputs, *added)))
+        self.segments[self.name] = live(replace(graph, outputs=(*outputs, *added)))
         return self._rebuilt(lost, added)
 
     def _check_worth(self, inside: Sequence[Node], lost: Sequence[int]) -> None:
@@ -316,12 +339,18 @@ class _Stretch:
     def _repeated(self, value: str, number: int) -> bool:
         """Whether backward repeats a narrow value, which it alone reads. number: of the output."""
         maker = self.makers.get(value)
-        if not self.whole or maker is None or maker.name not in self.wide.nodes or value in self.weights:
+        if not self.whole or maker is None or value in self.weights or self.calls[0].backward:
+            return False
+        if not self._is_again(maker):
             return False
         outs = [c.outs[number] for c in self.calls]
         users = [u for o in outs for u in self.users.get(o, ())]
         returned = {r.value for r in self.folded.joint.results}
         return bool(users) and all(u.backward for u in users) and returned.isdisjoint(outs)
+
+    def _is_again(self, maker: Node) -> bool:
+        """Whether backward makes again what a node does: not products, whose narrow results it is given."""
+        return maker.name in self.wide.nodes and self._kind(maker, self.graph.types()) != "matmul"
 
     # -- what backward reads ---------------------------------------------------------------------------
 
@@ -386,10 +415,10 @@ class _Stretch:
         whole = replace(graph, inputs=tuple(inputs), nodes=renamed(graph.nodes, instead))
         inside = {n.name for n in body}
         made = self._with_tiles(whole, body, inside, (), len(again))
-        live = _live(made)
-        used = {r for n in live.nodes for r in refs_of(n)} | set(live.outputs)
+        small = live(made)
+        used = {r for n in small.nodes for r in refs_of(n)} | set(small.outputs)
         kept = [p for p, (n, _) in enumerate(inputs) if n in used]
-        self.segments[segment] = replace(live, inputs=tuple(inputs[p] for p in kept))
+        self.segments[segment] = replace(small, inputs=tuple(inputs[p] for p in kept))
         for call, row in zip(calls, args, strict=True):
             self.args[call.outs] = tuple(row[p] for p in kept)
 
@@ -401,7 +430,7 @@ class _Stretch:
             value = wanted.pop()
             node = self.makers.get(value)
             repeated = value in self.wide.dims or (
-                node is not None and (node.op in _VIEWS or (self.whole and node.name in self.wide.nodes))
+                node is not None and (node.op in _VIEWS or (self.whole and self._is_again(node)))
             )
             if node is None or not repeated:
                 starts[value] = None  # among them what is wide and given: a mask, say
@@ -464,7 +493,7 @@ class _Stretch:
         types = {**graph.types()} | {o: t for n in body for o, t in zip(n.outs, n.types, strict=True) if t}
         inner = {v: f"x{k}" for k, v in enumerate(given)} | {o: f"v{k}" for k, o in enumerate(made)}
         inputs = tuple((inner[v], types[v]) for v in given)
-        small = _live(Graph("tile", inputs, renamed(body, inner), tuple(inner[o] for o in outs)))
+        small = live(Graph("tile", inputs, renamed(body, inner), tuple(inner[o] for o in outs)))
         kept = {n.name for n in small.nodes}
         repeated = sum(inner[n.name] in kept for n in body[:again])
         args = self._cut(small, body_factors(small, self.table), repeated).args([Ref(v) for v in given])
@@ -491,7 +520,7 @@ class _Stretch:
     def _cut(self, body: Graph, found: BodyFactors, again: int) -> RowTiles:
         """Which dims are rows: all but the last of what is wide. again: as of `RowTiles`."""
         types = body.types()
-        wide = (v for v, t in types.items() if _bytes(t) > self.limit and t.is_float)
+        wide = (o for n in body.nodes for o in n.outs if _bytes(types[o]) > self.limit)
         leading = [tuple(f for d in found.dims[v][:-1] for f in d) for v in wide]
         rows = max(leading, key=leading.count, default=())[-1:]
         if not rows or found.fixed.intersection(rows):
@@ -555,13 +584,3 @@ def _ordered(inputs: Iterable[str], rest: Sequence[Node], tile: Node) -> tuple[N
         order.append(ready)
         known.update(ready.outs)
     return tuple(order)
-
-
-def _live(graph: Graph) -> Graph:
-    """Without nodes that nothing uses."""
-    wanted, kept = set(graph.outputs), list[Node]()
-    for node in reversed(graph.nodes):
-        if not wanted.isdisjoint(node.outs):
-            kept.append(node)
-            wanted.update(refs_of(node))
-    return replace(graph, nodes=tuple(reversed(kept)))

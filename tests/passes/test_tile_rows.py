@@ -13,6 +13,7 @@ from families import family
 from sampling import sampled
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import MistralConfig, MistralForCausalLM
 
 import autoshard
 from autoshard.api import compile_analysed
@@ -191,4 +192,45 @@ def test_scores_are_made_for_some_queries(mesh: str) -> None:
     program = compile_analysed(found)
     assert verify_static(program).ok
     report = verify(program, model, (x,), {}, steps=2)
+    assert report.ok, report.worst()
+
+
+def masked(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model whose attention has a window, padded sequences, or packed documents."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        hidden_size=16,
+        intermediate_size=40,
+        vocab_size=96,
+        sliding_window=40 if kind == "window" else None,
+    )
+    ids = torch.randint(3, 96, (2, 288))
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if kind == "padding":
+        inputs["attention_mask"] = (torch.arange(288) < torch.tensor([[288], [200]])).long()
+    if kind == "packed":
+        documents = torch.cat([torch.arange(100), torch.arange(188)])
+        inputs |= {"position_ids": documents.expand(2, -1).contiguous(), "use_cache": False}
+    return MistralForCausalLM(config).train(), inputs
+
+
+@pytest.mark.parametrize("kind", ("window", "padding", "packed"))
+def test_masks_are_made_for_some_queries(kind: str) -> None:
+    """No mask of all queries and all keys is made anywhere."""
+    model, inputs = masked(kind)
+
+    def matrices(rows: int) -> int:
+        folded = analyse(capture(model, (), inputs), tile_rows=rows).folded
+        types = [t for g in folded.segments.values() for t in g.types().values()]
+        return sum(t.shape[-2:] == (288, 288) for t in types)
+
+    assert matrices(0) and not matrices(48)
+    analysis = analyse(capture(model, (), inputs), tile_rows=48)
+    found = plan_analysed(analysis, [Mesh.parse("cp=2,tp=2")], load_cluster("cpu-gloo"), reasons=False)
+    program = compile_analysed(found)
+    assert verify_static(program).ok
+    report = verify(program, model, (), inputs, steps=2)
     assert report.ok, report.worst()
