@@ -185,15 +185,7 @@ def compile(
     with stages_said(progress) as say:
         if isinstance(plan, Plan):
             args, kwargs = split_inputs(example_inputs)
-            source = Source(
-                model,
-                args,
-                kwargs,
-                bool(plan.replicated),
-                rules,
-                precision=plan.precision,
-                tile_rows=plan.tile_rows,
-            )
+            source = Source.of_plan(model, args, kwargs, plan, rules)
             machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
             plan = Planned(plan, source.analysed(say), machine, None, source)
         return Compiled(compile_analysed(plan, say, options_from(PassOptions, passes)))

@@ -103,15 +103,7 @@ class Opener:
             self.say(f"building {request.target}")
             built = build(request.target, batch=sizes.get("batch"), seq=sizes.get("seq"))
             args, kwargs = split_inputs(built.inputs)
-            source = Source(
-                built.model,
-                args,
-                kwargs,
-                bool(plan.replicated),
-                custom_rules,
-                precision=plan.precision,
-                tile_rows=plan.tile_rows,
-            )
+            source = Source.of_plan(built.model, args, kwargs, plan, custom_rules)
             self._cache[key] = Planned(plan, source.analysed(self.say), machine, None, source)
         return replace(self._cache[key], plan=plan, cluster=machine)
 

@@ -44,11 +44,14 @@ def options_of(target: str, batch: int | None, seq: int | None) -> dict[str, int
     if is_config(target):
         return {"batch": batch or BATCH, "seq": seq or SEQ}
     if batch is not None or seq is not None:
+        config = target.endswith(".json")
         raise UsageError(
             "--batch and --seq only apply to hf: targets",
             where=target,
             why="a callable brings its own example inputs",
-            hint="give the example inputs the shape you want",
+            hint=f"a config is written hf:{target}"
+            if config
+            else "give the example inputs the shape you want",
         )
     return {}
 

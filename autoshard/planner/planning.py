@@ -67,6 +67,21 @@ class Source:
     precision: str = ""
     tile_rows: int = 0
 
+    @staticmethod
+    def of_plan(
+        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, rules: Rules
+    ) -> Source:
+        """A model as it was captured for a plan. rules: of the user's, again."""
+        return Source(
+            model,
+            args,
+            kwargs,
+            bool(plan.replicated),
+            rules,
+            precision=plan.precision,
+            tile_rows=plan.tile_rows,
+        )
+
     def analysed(self, say: Progress) -> Analysis:
         """Capture the model and find its rules."""
         say("capturing")

@@ -30,15 +30,7 @@ def same_model(program: Program, target: str, rules: Rules = None) -> None:
     built = build(target, batch=options.get("batch"), seq=options.get("seq"))
     args, kwargs = split_inputs(built.inputs)
     plan = plan_from_json(program.plan)
-    source = Source(
-        built.model,
-        args,
-        kwargs,
-        bool(plan.replicated),
-        rules,
-        precision=plan.precision,
-        tile_rows=plan.tile_rows,
-    )
+    source = Source.of_plan(built.model, args, kwargs, plan, rules)
     known = analysis = source.analysed(lambda _: None)
     if plan.batch and batch_of(analysis.folded) != plan.batch:
         analysis = source.with_batch(analysis, plan.batch).analysed(lambda _: None)
