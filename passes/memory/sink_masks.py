@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoshard.ir import DTYPES, Call, Folded, Graph, Node, TensorType, refs_of
+from autoshard.ir import Call, Folded, Graph, Node, TensorType, refs_of
 from autoshard.ir.row_tiles import renamed
+from autoshard.passes.memory.wide_values import nbytes
 from autoshard.passes.segment_parts import live
 from autoshard.rules.core import RuleFn
 
@@ -63,19 +64,19 @@ def _chain(
 ) -> tuple[tuple[Node, ...], tuple[str, ...]] | None:
     """(elementwise nodes that make a value, small values that they start from); None if there are none."""
     types, makers = graph.types(), {o: n for n in graph.nodes for o in n.outs}
-    limit = _bytes(types[value]) / _LARGER
+    limit = nbytes(types[value]) / _LARGER
     wanted, inside, starts = [value], set[str](), dict[str, None]()
     while wanted:
         each = wanted.pop()
         node = makers.get(each)
-        if _bytes(types[each]) <= limit:
+        if nbytes(types[each]) <= limit:
             starts[each] = None
         elif node is None or not _elementwise(node, types, table):
             return None
         elif node.name not in inside:
             inside.add(node.name)
             wanted += refs_of(node)
-    if not starts or sum(_bytes(types[v]) for v in starts) > limit:
+    if not starts or sum(nbytes(types[v]) for v in starts) > limit:
         return None
     return tuple(n for n in graph.nodes if n.name in inside), tuple(starts)
 
@@ -86,10 +87,6 @@ def _elementwise(node: Node, types: Mapping[str, TensorType], table: Mapping[str
         return False
     rule = fn(node, [types[r] for r in refs])
     return rule.kind in ("pointwise", "view") and not rule.fixed and not rule.reduce
-
-
-def _bytes(type_: TensorType) -> int:
-    return type_.numel * DTYPES[type_.dtype][1]
 
 
 def _in_main(

@@ -10,28 +10,29 @@ rows, or is saved for backward (of MLPs: Bekman et al., "Arctic Long Sequence Tr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from math import prod
-from operator import mul
+from dataclasses import replace
 
-from autoshard.ir import DTYPES, Call, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
+from autoshard.ir import Call, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
 from autoshard.ir.joint import NOT_MADE
 from autoshard.ir.row_tiles import SHAPED, TILES, RowTiles, renamed, without_rows
-from autoshard.ir.views import ALIASES, CASTS, RESHAPES, TRANSPOSES
+from autoshard.ir.views import ALIASES, RESHAPES, TRANSPOSES
 from autoshard.passes.memory.sink_masks import sink_masks
+from autoshard.passes.memory.wide_values import (
+    WIDER,
+    WideValues,
+    between,
+    makes_mask,
+    nbytes,
+    weights_of,
+    wide_values,
+    widens,
+)
 from autoshard.passes.segment_parts import live
 from autoshard.rules.core import RuleFn
 from autoshard.rules.row_tiles import BodyFactors, NoFactorsError, body_factors, kinds_of
 
-_MM = "aten.mm.default"
-_PRODUCTS = frozenset((_MM, "aten.bmm.default"))
 #: views of all elements
 _VIEWS = RESHAPES | TRANSPOSES | ALIASES
-#: an elementwise result is a matrix of vectors if it is so many times as large
-_MATRIX = 8
-#: a product that makes rows at least so many times as wide begins a stretch
-_WIDER = 1.5
 
 
 def tile_rows(folded: Folded, rows: int, table: Mapping[str, RuleFn]) -> Folded:
@@ -63,165 +64,14 @@ def _with_stretch(folded: Folded, name: str, begin: str, rows: int, table: Mappi
 def _next_begin(folded: Folded, name: str, tried: Collection[str], table: Mapping[str, RuleFn]) -> str | None:
     """The first op of a segment that makes its rows wider, of those that were not tried; of a backward
     segment, the first that makes a mask."""
-    graph, weights = folded.segments[name], _weights(folded, name)
+    graph, weights = folded.segments[name], weights_of(folded, name)
     backward = any(c.backward for c in folded.calls if c.segment == name)
     for node in graph.nodes:
         if node.name in tried:
             continue
-        if _makes_mask(node, graph, table) or (not backward and _widens(node, graph, weights)):
+        if makes_mask(node, graph, table) or (not backward and widens(node, graph, weights)):
             return node.name
     return None
-
-
-def _makes_mask(node: Node, graph: Graph, table: Mapping[str, RuleFn]) -> bool:
-    """Whether it makes a matrix, of queries and keys for instance, of vectors."""
-    fn, refs, types = table.get(node.op), list(refs_of(node)), graph.types()
-    if fn is None or len(refs) < 2 or len(node.outs) > 1 or node.name not in types:
-        return False
-    if fn(node, [types[r] for r in refs]).kind != "pointwise":
-        return False
-    return _bytes(types[node.name]) > _MATRIX * sum(_bytes(types[r]) for r in refs)
-
-
-def _widens(node: Node, graph: Graph, weights: Collection[str]) -> bool:
-    """Whether it is a product of rows with something, or a cast of rows, that makes more bytes of them."""
-    if node.op not in _PRODUCTS and node.op not in CASTS:
-        return False
-    taken, *factors = refs_of(node)
-    before, after = graph.types()[taken], graph.types()[node.name]
-    rows = taken not in weights and len(after.shape) > 1
-    rows = rows and (node.op != _MM or all(f in weights for f in factors))
-    return rows and before.is_float and _bytes(after) > _WIDER * _bytes(before)
-
-
-def _bytes(type_: TensorType) -> int:
-    return type_.numel * DTYPES[type_.dtype][1]
-
-
-def _weights(folded: Folded, name: str) -> set[str]:
-    """Values of a segment that are made of parameters and buffers alone."""
-    ports = {p.name for p in folded.joint.ports if p.kind in ("param", "buffer", "const")}
-    graph = folded.segments[name]
-    calls = [c for c in folded.calls if c.segment == name]
-    found = {n for k, (n, _) in enumerate(graph.inputs) if all(c.args[k] in ports for c in calls)}
-    for node in graph.nodes:
-        refs = list(refs_of(node))
-        if refs and found.issuperset(refs):
-            found.update(node.outs)
-    return found
-
-
-@dataclass(frozen=True)
-class _Wide:
-    """Wide values of a graph, with the dim in which their rows are, and the nodes that make or take them."""
-
-    dims: Mapping[str, int]
-    nodes: frozenset[str]
-
-
-def _wide(graph: Graph, begin: Mapping[str, int], limit: float, weights: Collection[str]) -> _Wide:
-    """What is connected with some wide values. limit: bytes of what is narrow, at most."""
-    types = graph.types()
-    made = {out: node for node in graph.nodes for out in node.outs}
-    dims, nodes = dict(begin), dict[str, Node]()
-
-    def large(value: str) -> bool:
-        return value in types and value not in weights and _bytes(types[value]) > limit
-
-    def add(value: str, at: int | None) -> None:
-        if at is not None and value not in dims and large(value):
-            dims[value] = at
-
-    while True:
-        before = len(dims), len(nodes)
-        for node in graph.nodes:
-            refs = list(refs_of(node))
-            if dims.keys().isdisjoint((*refs, *node.outs)):
-                continue
-            nodes[node.name] = node
-            for ref in refs:
-                for out in node.outs if ref in dims and node.types[0] is not None else ():
-                    add(out, _rows_after(node, ref, dims[ref], types))
-            for ref in refs:
-                for out in node.outs:
-                    if out in dims:
-                        add(ref, _rows_before(node, ref, dims[out], types))
-                    elif large(ref) and not dims.keys().isdisjoint(refs):
-                        # rows with rows: what they make has none
-                        add(ref, _beside(node, ref, dims, types))
-        for value in list(dims):
-            if value in made:
-                nodes[made[value].name] = made[value]
-        if before == (len(dims), len(nodes)):
-            return _Wide(dims, frozenset(nodes) | _between(graph, nodes))
-
-
-def _between(graph: Graph, nodes: Collection[str]) -> frozenset[str]:
-    """Nodes that use what some nodes make, and make what some of them use."""
-    behind, before = set[str](), set[str]()
-    for node in graph.nodes:
-        if node.name in nodes or not behind.isdisjoint(refs_of(node)):
-            behind.update(node.outs)
-    for node in reversed(graph.nodes):
-        if node.name in nodes or not before.isdisjoint(node.outs):
-            before.update(refs_of(node))
-    return frozenset(n.name for n in graph.nodes if n.name in behind and not before.isdisjoint(n.outs))
-
-
-def _rows_after(node: Node, ref: str, at: int, types: Mapping[str, TensorType]) -> int | None:
-    """The dim of the rows in what a node makes, if they are dim ``at`` of what it takes; None if they are
-    added up, or lie there in no dim of their own."""
-    before, after = types[ref].shape, types[node.name].shape
-    if node.op in _PRODUCTS:
-        left = ref == next(refs_of(node))
-        return at if at == len(after) - (2 if left else 1) else None
-    if node.op in RESHAPES:
-        return _reshaped(before, after, at)
-    if node.op in TRANSPOSES:
-        order = _order(node, len(before))
-        return order.index(at)
-    found = at + len(after) - len(before)
-    return found if found >= 0 and after[found] == before[at] else None
-
-
-def _rows_before(node: Node, ref: str, at: int, types: Mapping[str, TensorType]) -> int | None:
-    """The same the other way round."""
-    before, after = types[ref].shape, types[node.name].shape
-    if node.op in _PRODUCTS:
-        left = ref == next(refs_of(node))
-        return at if at == len(after) - (2 if left else 1) else None
-    if node.op in RESHAPES:
-        return _reshaped(after, before, at)
-    if node.op in TRANSPOSES:
-        return _order(node, len(before))[at]
-    found = at + len(before) - len(after)
-    return found if found >= 0 and after[at] == before[found] else None
-
-
-def _beside(node: Node, ref: str, dims: Mapping[str, int], types: Mapping[str, TensorType]) -> int | None:
-    """The dim of the rows in one factor of a product that adds up over them."""
-    left, right = refs_of(node) if node.op in _PRODUCTS else ("", "")
-    last = len(types[ref].shape) - 1
-    if ref == left and dims.get(right) == last - 1:
-        return last
-    return last - 1 if ref == right and dims.get(left) == last else None
-
-
-def _reshaped(before: Sequence[int], after: Sequence[int], at: int) -> int | None:
-    """Where a dim ends up whose elements, with those of the dims outside of it, are seen in another way."""
-    ends = list(accumulate(after, mul))
-    count = prod(before[: at + 1])
-    return ends.index(count) if count in ends else None
-
-
-def _order(node: Node, rank: int) -> list[int]:
-    """Of every dim of a transposed tensor, which one it was."""
-    order = list(range(rank))
-    if node.op == "aten.permute.default":
-        return [int(d) % rank for d in node.args[1]]
-    one, other = (0, 1) if node.op == "aten.t.default" else (int(d) % rank for d in node.args[1:3])
-    order[one], order[other] = other, one
-    return order
 
 
 class _Stretch:
@@ -241,14 +91,14 @@ class _Stretch:
         behind it; backward then repeats all that it reads of it, else what is wide."""
         self.folded, self.name, self.rows, self.table, self.whole = folded, name, rows, table, whole
         self.graph = folded.segments[name]
-        self.weights = _weights(folded, name)
+        self.weights = weights_of(folded, name)
         self.makers = {o: n for n in self.graph.nodes for o in n.outs}
         node = next(n for n in self.graph.nodes if n.name == begin)
         types = self.graph.types()
         narrow = [next(refs_of(node))]
-        if _makes_mask(node, self.graph, table):
+        if makes_mask(node, self.graph, table):
             narrow = [n for n, t in self.graph.inputs if t.is_float and n not in self.weights]
-        self.limit = _WIDER * max((_bytes(types[n]) for n in narrow), default=0)
+        self.limit = WIDER * max((nbytes(types[n]) for n in narrow), default=0)
         self.wide = self._found(begin)
         self.calls = [c for c in folded.calls if c.segment == name]
         self.users: dict[str, list[Call]] = {}
@@ -263,24 +113,24 @@ class _Stretch:
         #: values of the forward segment -> what backward calls them in main, per forward call
         self.handed: dict[str, list[str]] = {}
 
-    def _found(self, begin: str) -> _Wide:
+    def _found(self, begin: str) -> WideValues:
         """The stretch of the forward segment."""
         found = self._around(begin)
         if not self.whole:
             return found
         for node in self.graph.nodes:
-            if node.name not in found.nodes and _widens(node, self.graph, self.weights):
+            if node.name not in found.nodes and widens(node, self.graph, self.weights):
                 found = self._joined(found, self._around(node.name))
         return replace(found, nodes=self._absorbed(self.graph, found.nodes, self.weights))
 
-    def _around(self, begin: str) -> _Wide:
+    def _around(self, begin: str) -> WideValues:
         first = len(self.graph.types()[begin].shape) - 2
-        return _wide(self.graph, {begin: first}, self.limit, self.weights)
+        return wide_values(self.graph, {begin: first}, self.limit, self.weights)
 
-    def _joined(self, one: _Wide, other: _Wide) -> _Wide:
+    def _joined(self, one: WideValues, other: WideValues) -> WideValues:
         """Both, if one follows the other and only elementwise ops lie between; else the first."""
         nodes = one.nodes | other.nodes
-        between = _between(self.graph, nodes) - nodes
+        inner = between(self.graph, nodes) - nodes
         types = self.graph.types()
         beside = any(
             (node.name in one.nodes and maker in other.nodes - one.nodes)
@@ -288,11 +138,11 @@ class _Stretch:
             for node in self.graph.nodes
             for maker in (self.makers[r].name for r in refs_of(node) if r in self.makers)
         )
-        if not between and not beside:
+        if not inner and not beside:
             return one
-        if any(n.name in between and self._kind(n, types) == "matmul" for n in self.graph.nodes):
+        if any(n.name in inner and self._kind(n, types) == "matmul" for n in self.graph.nodes):
             return one
-        return _Wide({**other.dims, **one.dims}, nodes | between)
+        return WideValues({**other.dims, **one.dims}, nodes | inner)
 
     def _kind(self, node: Node, types: Mapping[str, TensorType]) -> str:
         fn = self.table.get(node.op)
@@ -310,7 +160,6 @@ class _Stretch:
             if node.op in _VIEWS - TRANSPOSES or self._kind(node, types) == "pointwise":
                 found.add(node.name)
                 made.update(node.outs)
-        # a view alone gains nothing
         return frozenset(found)
 
     def tiled(self) -> Folded:
@@ -332,8 +181,8 @@ class _Stretch:
         types = self.graph.types()
         used = {r for n in self.graph.nodes if n.name not in self.wide.nodes for r in refs_of(n)}
         used |= {v for k, v in enumerate(self.graph.outputs) if k not in lost}
-        given = sum(_bytes(types[o]) for n in inside for o in n.outs if o in used and o in types)
-        if given >= max(_bytes(types[v]) for v in self.wide.dims):
+        given = sum(nbytes(types[o]) for n in inside for o in n.outs if o in used and o in types)
+        if given >= max(nbytes(types[v]) for v in self.wide.dims):
             raise NoFactorsError("as much is handed on as is made")
 
     def _repeated(self, value: str, number: int) -> bool:
@@ -387,14 +236,14 @@ class _Stretch:
             given = now
             partners += origins.values()
         names = [n for n, _ in graph.inputs]
-        weights = _weights(self.folded, segment)
+        weights = weights_of(self.folded, segment)
         seeds = {names[p]: self.wide.dims[v] for p, v in given.items() if v in self.wide.dims}
-        wide = _wide(graph, seeds, self.limit, weights)
+        wide = wide_values(graph, seeds, self.limit, weights)
         if self.whole:
             readers = {n.name for n in graph.nodes for r in refs_of(n) if r in {names[p] for p in given}}
             nodes = wide.nodes | readers
-            nodes = self._absorbed(graph, nodes | _between(graph, nodes), weights)
-            wide = replace(wide, nodes=nodes | _between(graph, nodes))
+            nodes = self._absorbed(graph, nodes | between(graph, nodes), weights)
+            wide = replace(wide, nodes=nodes | between(graph, nodes))
         if any(o in wide.dims for o in graph.outputs):
             raise NoFactorsError("backward hands on wide values")
         again, starts = self._again([given[p] for p in sorted(given)])
@@ -520,7 +369,7 @@ class _Stretch:
     def _cut(self, body: Graph, found: BodyFactors, again: int) -> RowTiles:
         """Which dims are rows: all but the last of what is wide. again: as of `RowTiles`."""
         types = body.types()
-        wide = (o for n in body.nodes for o in n.outs if _bytes(types[o]) > self.limit)
+        wide = (o for n in body.nodes for o in n.outs if nbytes(types[o]) > self.limit)
         leading = [tuple(f for d in found.dims[v][:-1] for f in d) for v in wide]
         rows = max(leading, key=leading.count, default=())[-1:]
         if not rows or found.fixed.intersection(rows):
