@@ -46,7 +46,7 @@ def sliced(
     )
 
 
-def live(graph: Graph) -> Graph:
+def without_dead(graph: Graph) -> Graph:
     """Without nodes that nothing uses."""
     wanted, kept = set(graph.outputs), list[Node]()
     for node in reversed(graph.nodes):
@@ -56,18 +56,18 @@ def live(graph: Graph) -> Graph:
     return Graph(graph.name, graph.inputs, tuple(reversed(kept)), graph.outputs)
 
 
-def fresh(base: str, taken: set[str]) -> str:
+def fresh(base: str, taken: set[str], ending: str = "again") -> str:
     """``base_again``, or a name like it that is not yet taken; it is taken afterwards."""
-    name = next(n for n in _candidates(base) if n not in taken)
+    name = next(n for n in _candidates(f"{base}_{ending}") if n not in taken)
     taken.add(name)
     return name
 
 
 def _candidates(base: str) -> Iterator[str]:
-    yield f"{base}_again"
+    yield base
     k = 2
     while True:
-        yield f"{base}_again{k}"
+        yield f"{base}{k}"
         k += 1
 
 

@@ -120,7 +120,7 @@ def work_on(
         classes.layer_sizes,
         sum(torch.Size(shape).numel() for shape, _ in sizes),
         sum(
-            model.rules[call.segment, number].flops - model.rules[call.segment, number].repeated
+            model.rules[call.segment, number].flops - model.rules[call.segment, number].recomputed
             for call in model.folded.calls
             for number in range(len(model.folded.segments[call.segment].nodes))
         ),

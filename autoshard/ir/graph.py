@@ -7,7 +7,7 @@ new graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -150,4 +150,12 @@ def substitute(
         node.types,
         node.origin if origin is None else origin,
         node.backward,
+    )
+
+
+def renamed(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[Node, ...]:
+    """Nodes with other names for some values."""
+    return tuple(
+        substitute(n, lambda v: Ref(names.get(v, v)), outs=tuple([names.get(o, o) for o in n.outs]))
+        for n in nodes
     )

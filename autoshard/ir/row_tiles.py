@@ -27,13 +27,14 @@ class RowTiles:
     """A body, with how its values are cut.
 
     rows: of a tile on a rank, at most. body: its types are those of all rows. kinds: of every value, what
-    each dim is, one letter per dim. again: so many of its first nodes repeat what forward did.
+    each dim is, one letter per dim. recomputed: so many of its first nodes
+    repeat what forward did.
     """
 
     rows: int
     body: Graph
     kinds: Mapping[str, str]
-    again: int = 0
+    recomputed: int = 0
 
     @property
     def inputs(self) -> list[str]:
@@ -57,7 +58,7 @@ class RowTiles:
             (node.op, _encoded(node.args), _encoded(node.kwargs), node.outs, tuple(map(told, node.outs)))
             for node in self.body.nodes
         )
-        return tuple(given), self.rows, inputs, statements, self.body.outputs, self.again
+        return tuple(given), self.rows, inputs, statements, self.body.outputs, self.recomputed
 
     def tile(self) -> tuple[int, Mapping[str, TensorType]]:
         """(how many tiles there are, types in the largest), of a body with the sizes of a rank."""
@@ -76,7 +77,7 @@ class RowTiles:
 
 def tiles_of(node: Node) -> RowTiles:
     """What a ``row_tiles`` node runs."""
-    _, rows, inputs, statements, results, again = node.args
+    _, rows, inputs, statements, results, recomputed = node.args
     kinds: dict[str, str] = {}
 
     def type_of(name: str, told: Arg) -> TensorType:
@@ -96,7 +97,7 @@ def tiles_of(node: Node) -> RowTiles:
         )
         for op, args, kwargs, outs, made in statements
     )
-    return RowTiles(rows, Graph("tile", given, nodes, results), kinds, again)
+    return RowTiles(rows, Graph("tile", given, nodes, results), kinds, recomputed)
 
 
 def with_sizes(body: Graph) -> Graph:
@@ -121,28 +122,6 @@ def without_rows(node: Node, shape: Sequence[Any], kinds: str) -> Node:
             *node.args[2:],
         ),
     )
-
-
-def renamed(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[Node, ...]:
-    """Nodes with other names for some values."""
-    return tuple(
-        Node(
-            node.op,
-            _mapped(node.args, names),
-            _mapped(node.kwargs, names),
-            tuple(names.get(o, o) for o in node.outs),
-            node.types,
-            node.origin,
-            node.backward,
-        )
-        for node in nodes
-    )
-
-
-def _mapped(arg: Arg, names: Mapping[str, str]) -> Any:
-    if isinstance(arg, tuple):
-        return tuple(_mapped(a, names) for a in arg)
-    return Ref(names.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
 
 
 def _encoded(arg: Arg) -> Any:

@@ -289,7 +289,7 @@ class PlanningRequest:
         few = tokens_of(analysis.folded) < self.ranks * TILE_ROWS
         if self.memory is None or least > self.memory or few:
             return  # parameters and their states alone are too much, or what tiles could divide is little
-        if not options.tile_rows:
+        if not rows:
             rows = TILE_ROWS
             yield self, rows, f"tiles of {rows:,} tokens in MLPs, head and loss (logits are not returned)"
         if options.offload or self.machine.device.host is None:

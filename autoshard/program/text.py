@@ -83,7 +83,7 @@ def node_lines(node: Node, layouts: Mapping[str, Layout], names: Sequence[str]) 
 
 def tiles_lines(node: Node) -> list[str]:
     """The call of a body that runs in tiles, a line for each of its inputs and ops."""
-    given, rows, inputs, statements, outputs, again = node.args
+    given, rows, inputs, statements, outputs, recomputed = node.args
     head = f"{op_text(node.op)}({arg_text(given)}, {rows}, ("
     body = [f"    {arg_text(each)}," for each in statements]
     return [
@@ -91,7 +91,7 @@ def tiles_lines(node: Node) -> list[str]:
         *(f"    {arg_text(each)}," for each in inputs),
         "), (",
         *body,
-        f"), {arg_text(outputs)}, {again})",
+        f"), {arg_text(outputs)}, {recomputed})",
     ]
 
 

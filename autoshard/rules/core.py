@@ -57,7 +57,7 @@ class Factored:
         the rank that holds its owner, so that ``local`` must send rows there and results back.
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
-    repeated: of the FLOP, those that repeat what forward did.
+    recomputed: of the FLOP, those that repeat what forward did.
     """
 
     sizes: tuple[int, ...]
@@ -73,7 +73,7 @@ class Factored:
     zigzag: frozenset[int] = frozenset()
     exchange: tuple[tuple[int, int], ...] = ()
     kernel: Kernel = ""
-    repeated: float = 0.0
+    recomputed: float = 0.0
 
     def exchanged(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
         """The axis (its number) over which a call with these layouts exchanges rows, or None."""

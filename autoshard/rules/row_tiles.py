@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from autoshard.ir import Graph, Node, TensorType, refs_of
 from autoshard.ir.placement import Layout, Partial, Placement, R
@@ -30,9 +29,8 @@ class BodyFactors:
     """Factors of a graph.
 
     sizes: of the factors. dims: of every value. rules: of every node. parts: per node, what the factors of
-    its rule are here. fixed: factors that cannot be split.
-    contiguous: those that may only be split in contiguous ranges. reduce: how parts of a factor combine that
-    an output lacks. flops: of all products together.
+    its rule are here. fixed: factors that cannot be split. contiguous: those that may only be split in
+    contiguous ranges. reduce: how parts of a factor combine that an output lacks. flops: of all products.
     """
 
     sizes: tuple[int, ...]
@@ -64,9 +62,6 @@ class _Finder:
         for factor in dim:
             found += self.plain(self.means[factor]) if factor in self.means else (factor,)
         return tuple(found)
-
-    def size(self, dim: Dim) -> int:
-        return prod(self.sizes[f] for f in dim)
 
     def same(self, a: Dim, b: Dim) -> None:
         """Let two dims be the same elements."""
@@ -257,7 +252,7 @@ def rule_with(table: Mapping[str, RuleFn]) -> RuleFn:
             tuple(sorted(found.reduce.items())),
             kind="matmul",
             flops=found.flops,
-            repeated=sum(rule.flops for rule in found.rules[: tiles.again]),
+            recomputed=sum(rule.flops for rule in found.rules[: tiles.recomputed]),
             local=_Localizer(tiles, body, found),
             contiguous=found.contiguous,
         )

@@ -162,7 +162,7 @@ class Ops:
         self, node: Node, ins: Sequence[PlacedValue], outs: Sequence[PlacedValue], dtype: str, moved: float
     ) -> list[Work]:
         """Products without rows and columns of their own (convolutions, experts), each as a long one."""
-        ways = self._ways(ins)
+        ways = self._shards(ins)
         flop = product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
         if not flop:
             return [MemoryWork(moved)]
@@ -230,10 +230,10 @@ class Ops:
     def tiled_flop(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         """FLOP of the products of a body on all ranks together."""
         work = self._tiled(node)
-        ways = self._ways([values[n] for n in (*refs_of(node), *node.outs)])
+        ways = self._shards([values[n] for n in (*refs_of(node), *node.outs)])
         return ways * work.count * sum(w.flop for w in work.works if not isinstance(w, MemoryWork))
 
-    def _ways(self, placed: Sequence[PlacedValue]) -> int:
+    def _shards(self, placed: Sequence[PlacedValue]) -> int:
         """Over how many ranks work is divided, by where what it takes and makes lies."""
         split = [
             any(isinstance(v.layout[axis], Shard) for v in placed) for axis in range(len(self.mesh.sizes))

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Call, Folded, Graph, Node, TensorType, refs_of
-from autoshard.ir.row_tiles import renamed
-from autoshard.passes.memory.wide_values import nbytes
-from autoshard.passes.segment_parts import live
+from autoshard.ir.graph import renamed
+from autoshard.passes.segment_parts import fresh, without_dead
 from autoshard.rules.core import RuleFn
 
 #: a value that is so many times as large as what it is made of may be made again
@@ -45,7 +44,7 @@ def _sunk(folded: Folded, name: str, main: str, table: Mapping[str, RuleFn]) -> 
     names, more = _in_main(graph, source, starts, taken)
     segments = dict(folded.segments)
     kept = [k for k, o in enumerate(source.outs) if o != main]
-    segments[name] = live(replace(graph, outputs=(*(graph.outputs[k] for k in kept), *more)))
+    segments[name] = without_dead(replace(graph, outputs=(*(graph.outputs[k] for k in kept), *more)))
     for segment, place in places.items():
         segments[segment] = _making(segments[segment], place, nodes, starts, graph.types(), taken)
     calls: list[Call] = []
@@ -64,19 +63,19 @@ def _chain(
 ) -> tuple[tuple[Node, ...], tuple[str, ...]] | None:
     """(elementwise nodes that make a value, small values that they start from); None if there are none."""
     types, makers = graph.types(), {o: n for n in graph.nodes for o in n.outs}
-    limit = nbytes(types[value]) / _LARGER
+    limit = types[value].nbytes / _LARGER
     wanted, inside, starts = [value], set[str](), dict[str, None]()
     while wanted:
         each = wanted.pop()
         node = makers.get(each)
-        if nbytes(types[each]) <= limit:
+        if types[each].nbytes <= limit:
             starts[each] = None
         elif node is None or not _elementwise(node, types, table):
             return None
         elif node.name not in inside:
             inside.add(node.name)
             wanted += refs_of(node)
-    if not starts or sum(nbytes(types[v]) for v in starts) > limit:
+    if not starts or sum(types[v].nbytes for v in starts) > limit:
         return None
     return tuple(n for n in graph.nodes if n.name in inside), tuple(starts)
 
@@ -102,7 +101,7 @@ def _in_main(
         elif value in graph.outputs:
             names[value] = call.outs[graph.outputs.index(value)]
         else:
-            names[value] = _fresh(value, taken)
+            names[value] = fresh(value, taken, "own")
             more.append(value)
     return names, more
 
@@ -116,8 +115,8 @@ def _making(
     taken: set[str],
 ) -> Graph:
     """A segment that makes what it was given as its input number ``place``."""
-    inner = {v: _fresh(v, taken) for v in starts}
-    inner |= {o: _fresh(o, taken) for n in nodes for o in n.outs}
+    inner = {v: fresh(v, taken, "own") for v in starts}
+    inner |= {o: fresh(o, taken, "own") for n in nodes for o in n.outs}
     given = graph.inputs[place][0]
     backward = graph.nodes[0].backward if graph.nodes else False
     own = tuple(replace(n, backward=backward) for n in renamed(nodes, inner))
@@ -129,12 +128,3 @@ def _making(
     made = inner[nodes[-1].name]
     outputs = tuple(made if o == given else o for o in graph.outputs)
     return replace(graph, inputs=inputs, nodes=(*own, *renamed(graph.nodes, {given: made})), outputs=outputs)
-
-
-def _fresh(base: str, taken: set[str]) -> str:
-    name, k = f"{base}_own", 1
-    while name in taken:
-        k += 1
-        name = f"{base}_own{k}"
-    taken.add(name)
-    return name

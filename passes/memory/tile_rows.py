@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Call, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
+from autoshard.ir.graph import renamed
 from autoshard.ir.joint import NOT_MADE
-from autoshard.ir.row_tiles import SHAPED, TILES, RowTiles, renamed, without_rows
+from autoshard.ir.row_tiles import SHAPED, TILES, RowTiles, without_rows
 from autoshard.ir.views import ALIASES, RESHAPES, TRANSPOSES
 from autoshard.passes.memory.sink_masks import sink_masks
 from autoshard.passes.memory.wide_values import (
@@ -22,12 +23,11 @@ from autoshard.passes.memory.wide_values import (
     WideValues,
     between,
     makes_mask,
-    nbytes,
     weights_of,
     wide_values,
     widens,
 )
-from autoshard.passes.segment_parts import live
+from autoshard.passes.segment_parts import fresh, without_dead
 from autoshard.rules.core import RuleFn
 from autoshard.rules.row_tiles import BodyFactors, NoFactorsError, body_factors, kinds_of
 
@@ -98,8 +98,8 @@ class _Stretch:
         narrow = [next(refs_of(node))]
         if makes_mask(node, self.graph, table):
             narrow = [n for n, t in self.graph.inputs if t.is_float and n not in self.weights]
-        self.limit = WIDER * max((nbytes(types[n]) for n in narrow), default=0)
-        self.wide = self._found(begin)
+        self.limit = WIDER * max((types[n].nbytes for n in narrow), default=0)
+        self.wide = self._stretch(begin)
         self.calls = [c for c in folded.calls if c.segment == name]
         self.users: dict[str, list[Call]] = {}
         for call in folded.calls:
@@ -113,7 +113,7 @@ class _Stretch:
         #: values of the forward segment -> what backward calls them in main, per forward call
         self.handed: dict[str, list[str]] = {}
 
-    def _found(self, begin: str) -> WideValues:
+    def _stretch(self, begin: str) -> WideValues:
         """The stretch of the forward segment."""
         found = self._around(begin)
         if not self.whole:
@@ -170,10 +170,10 @@ class _Stretch:
         self._check_worth(inside, lost)
         for segment in self._backward_segments(lost):
             self._backward(segment, lost)
-        graph = self._with_tiles(self.graph, inside, (), lost)
+        graph = self._with_tiles(self.graph, inside, lost)
         outputs = [v for k, v in enumerate(graph.outputs) if k not in lost]
         added = [v for v in self.handed if v not in self.graph.outputs]
-        self.segments[self.name] = live(replace(graph, outputs=(*outputs, *added)))
+        self.segments[self.name] = without_dead(replace(graph, outputs=(*outputs, *added)))
         return self._rebuilt(lost, added)
 
     def _check_worth(self, inside: Sequence[Node], lost: Sequence[int]) -> None:
@@ -181,8 +181,8 @@ class _Stretch:
         types = self.graph.types()
         used = {r for n in self.graph.nodes if n.name not in self.wide.nodes for r in refs_of(n)}
         used |= {v for k, v in enumerate(self.graph.outputs) if k not in lost}
-        given = sum(nbytes(types[o]) for n in inside for o in n.outs if o in used and o in types)
-        if given >= max(nbytes(types[v]) for v in self.wide.dims):
+        given = sum(types[o].nbytes for n in inside for o in n.outs if o in used and o in types)
+        if given >= max(types[v].nbytes for v in self.wide.dims):
             raise NoFactorsError("as much is handed on as is made")
 
     def _repeated(self, value: str, number: int) -> bool:
@@ -190,14 +190,14 @@ class _Stretch:
         maker = self.makers.get(value)
         if not self.whole or maker is None or value in self.weights or self.calls[0].backward:
             return False
-        if not self._is_again(maker):
+        if not self._is_recomputed(maker):
             return False
         outs = [c.outs[number] for c in self.calls]
         users = [u for o in outs for u in self.users.get(o, ())]
         returned = {r.value for r in self.folded.joint.results}
         return bool(users) and all(u.backward for u in users) and returned.isdisjoint(outs)
 
-    def _is_again(self, maker: Node) -> bool:
+    def _is_recomputed(self, maker: Node) -> bool:
         """Whether backward makes again what a node does: not products, whose narrow results it is given."""
         return maker.name in self.wide.nodes and self._kind(maker, self.graph.types()) != "matmul"
 
@@ -246,8 +246,8 @@ class _Stretch:
             wide = replace(wide, nodes=nodes | between(graph, nodes))
         if any(o in wide.dims for o in graph.outputs):
             raise NoFactorsError("backward hands on wide values")
-        again, starts = self._again([given[p] for p in sorted(given)])
-        inner = {v: self._fresh(v) for node in again for v in node.outs}
+        recomputed, starts = self._recomputed([given[p] for p in sorted(given)])
+        inner = {v: fresh(v, self.taken, "tile") for node in recomputed for v in node.outs}
         args = [list(c.args) for c in calls]
         inputs = list(graph.inputs)
         for value in starts:
@@ -255,23 +255,25 @@ class _Stretch:
             at = next((p for p in range(len(inputs)) if [a[p] for a in args] == main), None)
             if at is None:
                 at = len(inputs)
-                inputs.append((self._fresh(value), self.graph.types()[value]))
+                inputs.append((fresh(value, self.taken, "tile"), self.graph.types()[value]))
                 for row, name in zip(args, main, strict=True):
                     row.append(name)
             inner[value] = inputs[at][0]
         instead = {names[p]: inner[v] for p, v in given.items()}
-        body = [*renamed(again, inner), *renamed([n for n in graph.nodes if n.name in wide.nodes], instead)]
+        body = [
+            *renamed(recomputed, inner),
+            *renamed([n for n in graph.nodes if n.name in wide.nodes], instead),
+        ]
         whole = replace(graph, inputs=tuple(inputs), nodes=renamed(graph.nodes, instead))
-        inside = {n.name for n in body}
-        made = self._with_tiles(whole, body, inside, (), len(again))
-        small = live(made)
+        made = self._with_tiles(whole, body, (), len(recomputed))
+        small = without_dead(made)
         used = {r for n in small.nodes for r in refs_of(n)} | set(small.outputs)
         kept = [p for p, (n, _) in enumerate(inputs) if n in used]
         self.segments[segment] = replace(small, inputs=tuple(inputs[p] for p in kept))
         for call, row in zip(calls, args, strict=True):
             self.args[call.outs] = tuple(row[p] for p in kept)
 
-    def _again(self, values: Iterable[str]) -> tuple[list[Node], list[str]]:
+    def _recomputed(self, values: Iterable[str]) -> tuple[list[Node], list[str]]:
         """(nodes that make wide values again, what they start from)."""
         wanted, starts = list(values), dict[str, None]()
         nodes: set[str] = set()
@@ -279,7 +281,7 @@ class _Stretch:
             value = wanted.pop()
             node = self.makers.get(value)
             repeated = value in self.wide.dims or (
-                node is not None and (node.op in _VIEWS or (self.whole and self._is_again(node)))
+                node is not None and (node.op in _VIEWS or (self.whole and self._is_recomputed(node)))
             )
             if node is None or not repeated:
                 starts[value] = None  # among them what is wide and given: a mask, say
@@ -297,16 +299,8 @@ class _Stretch:
         if value in self.graph.outputs:
             return call.outs[self.graph.outputs.index(value)]
         if value not in self.handed:
-            self.handed[value] = [self._fresh(value) for _ in self.calls]
+            self.handed[value] = [fresh(value, self.taken, "tile") for _ in self.calls]
         return self.handed[value][next(k for k, c in enumerate(self.calls) if c is call)]
-
-    def _fresh(self, base: str) -> str:
-        name, k = f"{base}_tile", 1
-        while name in self.taken:
-            k += 1
-            name = f"{base}_tile{k}"
-        self.taken.add(name)
-        return name
 
     # -- the op ------------------------------------------------------------------------------------------
 
@@ -314,40 +308,38 @@ class _Stretch:
         self,
         graph: Graph,
         body: Sequence[Node],
-        inside: Collection[str],
         lost: Collection[int],
-        again: int = 0,
+        recomputed: int = 0,
     ) -> Graph:
-        """The graph with a body in place of its nodes. inside: names of nodes of it, those of the body if
-        empty. lost: positions of outputs that are no longer made. again: nodes of the body that repeat what
-        forward did, at its begin."""
-        gone = set(inside) or {n.name for n in body}
+        """The graph with a body in place of its nodes. lost: positions of outputs that are no longer made.
+        recomputed: nodes of the body that repeat what forward did, at its begin."""
+        gone = {n.name for n in body}
         made = {o for n in body for o in n.outs}
         rest = [n for n in graph.nodes if n.name not in gone]
         wanted = {v for k, v in enumerate(graph.outputs) if k not in lost}
         wanted |= {r for n in rest for r in refs_of(n)} | set(self.handed)
         outs = [o for n in body for o in n.outs if o in wanted]
         try:
-            tile = self._node(graph, body, outs, again)
+            tile = self._node(graph, body, outs, recomputed)
         except NoFactorsError:
             # what the rows are views of may tell sequences apart
             views = self._views(graph, body, made)
-            tile = self._node(graph, [*views, *body], outs, again and again + len(views))
+            tile = self._node(graph, [*views, *body], outs, recomputed and recomputed + len(views))
         return replace(graph, nodes=_ordered([n for n, _ in graph.inputs], rest, tile))
 
-    def _node(self, graph: Graph, body: Sequence[Node], outs: Sequence[str], again: int) -> Node:
-        """The op with this body. outs: values of it that others use. again: see `_with_tiles`."""
+    def _node(self, graph: Graph, body: Sequence[Node], outs: Sequence[str], recomputed: int) -> Node:
+        """The op with this body. outs: values of it that others use. recomputed: see `_with_tiles`."""
         made = [o for n in body for o in n.outs]
         given = list(dict.fromkeys(r for n in body for r in refs_of(n) if r not in made))
         types = {**graph.types()} | {o: t for n in body for o, t in zip(n.outs, n.types, strict=True) if t}
         inner = {v: f"x{k}" for k, v in enumerate(given)} | {o: f"v{k}" for k, o in enumerate(made)}
         inputs = tuple((inner[v], types[v]) for v in given)
-        small = live(Graph("tile", inputs, renamed(body, inner), tuple(inner[o] for o in outs)))
+        small = without_dead(Graph("tile", inputs, renamed(body, inner), tuple(inner[o] for o in outs)))
         kept = {n.name for n in small.nodes}
-        repeated = sum(inner[n.name] in kept for n in body[:again])
+        repeated = sum(inner[n.name] in kept for n in body[:recomputed])
         args = self._cut(small, body_factors(small, self.table), repeated).args([Ref(v) for v in given])
         results = tuple(types[o] for o in outs)
-        return Node(TILES, args, (), tuple(outs), results, body[again].origin, body[-1].backward)
+        return Node(TILES, args, (), tuple(outs), results, body[recomputed].origin, body[-1].backward)
 
     def _views(self, graph: Graph, body: Sequence[Node], made: Collection[str]) -> list[Node]:
         """Views of rows that the body takes."""
@@ -366,10 +358,10 @@ class _Stretch:
                 wanted += refs_of(node)
         return [n for n in graph.nodes if n.name in found]
 
-    def _cut(self, body: Graph, found: BodyFactors, again: int) -> RowTiles:
-        """Which dims are rows: all but the last of what is wide. again: as of `RowTiles`."""
+    def _cut(self, body: Graph, found: BodyFactors, recomputed: int) -> RowTiles:
+        """Which dims are rows: all but the last of what is wide. recomputed: as of `RowTiles`."""
         types = body.types()
-        wide = (o for n in body.nodes for o in n.outs if nbytes(types[o]) > self.limit)
+        wide = (o for n in body.nodes for o in n.outs if types[o].nbytes > self.limit)
         leading = [tuple(f for d in found.dims[v][:-1] for f in d) for v in wide]
         rows = max(leading, key=leading.count, default=())[-1:]
         if not rows or found.fixed.intersection(rows):
@@ -394,7 +386,7 @@ class _Stretch:
         shaped = tuple(
             without_rows(n, types[n.name].shape, kinds[n.name]) if n.op in SHAPED else n for n in body.nodes
         )
-        return RowTiles(self.rows, replace(body, nodes=shaped), kinds, again)
+        return RowTiles(self.rows, replace(body, nodes=shaped), kinds, recomputed)
 
     # -- main --------------------------------------------------------------------------------------------
 

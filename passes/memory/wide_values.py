@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 
-from autoshard.ir import DTYPES, Folded, Graph, Node, TensorType, refs_of
+from autoshard.ir import Folded, Graph, Node, TensorType, refs_of
 from autoshard.ir.views import CASTS, RESHAPES, TRANSPOSES
 from autoshard.rules.core import RuleFn
 
@@ -27,7 +27,7 @@ def makes_mask(node: Node, graph: Graph, table: Mapping[str, RuleFn]) -> bool:
         return False
     if fn(node, [types[r] for r in refs]).kind != "pointwise":
         return False
-    return nbytes(types[node.name]) > _MATRIX * sum(nbytes(types[r]) for r in refs)
+    return types[node.name].nbytes > _MATRIX * sum(types[r].nbytes for r in refs)
 
 
 def widens(node: Node, graph: Graph, weights: Collection[str]) -> bool:
@@ -38,11 +38,7 @@ def widens(node: Node, graph: Graph, weights: Collection[str]) -> bool:
     before, after = graph.types()[taken], graph.types()[node.name]
     rows = taken not in weights and len(after.shape) > 1
     rows = rows and (node.op != _MM or all(f in weights for f in factors))
-    return rows and before.is_float and nbytes(after) > WIDER * nbytes(before)
-
-
-def nbytes(type_: TensorType) -> int:
-    return type_.numel * DTYPES[type_.dtype][1]
+    return rows and before.is_float and after.nbytes > WIDER * before.nbytes
 
 
 def weights_of(folded: Folded, name: str) -> set[str]:
@@ -73,7 +69,7 @@ def wide_values(graph: Graph, begin: Mapping[str, int], limit: float, weights: C
     dims, nodes = dict(begin), dict[str, Node]()
 
     def large(value: str) -> bool:
-        return value in types and value not in weights and nbytes(types[value]) > limit
+        return value in types and value not in weights and types[value].nbytes > limit
 
     def add(value: str, at: int | None) -> None:
         if at is not None and value not in dims and large(value):
@@ -88,11 +84,11 @@ def wide_values(graph: Graph, begin: Mapping[str, int], limit: float, weights: C
             nodes[node.name] = node
             for ref in refs:
                 for out in node.outs if ref in dims and node.types[0] is not None else ():
-                    add(out, _rows_after(node, ref, dims[ref], types))
+                    add(out, _rows(node, ref, dims[ref], types))
             for ref in refs:
                 for out in node.outs:
                     if out in dims:
-                        add(ref, _rows_before(node, ref, dims[out], types))
+                        add(ref, _rows(node, ref, dims[out], types, back=True))
                     elif large(ref) and not dims.keys().isdisjoint(refs):
                         # rows with rows: what they make has none
                         add(ref, _beside(node, ref, dims, types))
@@ -115,34 +111,24 @@ def between(graph: Graph, nodes: Collection[str]) -> frozenset[str]:
     return frozenset(n.name for n in graph.nodes if n.name in behind and not before.isdisjoint(n.outs))
 
 
-def _rows_after(node: Node, ref: str, at: int, types: Mapping[str, TensorType]) -> int | None:
+def _rows(
+    node: Node, ref: str, at: int, types: Mapping[str, TensorType], *, back: bool = False
+) -> int | None:
     """The dim of the rows in what a node makes, if they are dim ``at`` of what it takes; None if they are
-    added up, or lie there in no dim of their own."""
+    added up, or lie there in no dim of their own. back: in what it takes, if they are dim ``at`` of what it
+    makes."""
     before, after = types[ref].shape, types[node.name].shape
     if node.op in _PRODUCTS:
         left = ref == next(refs_of(node))
         return at if at == len(after) - (2 if left else 1) else None
-    if node.op in RESHAPES:
-        return _reshaped(before, after, at)
     if node.op in TRANSPOSES:
         order = _order(node, len(before))
-        return order.index(at)
-    found = at + len(after) - len(before)
-    return found if found >= 0 and after[found] == before[at] else None
-
-
-def _rows_before(node: Node, ref: str, at: int, types: Mapping[str, TensorType]) -> int | None:
-    """The same the other way round."""
-    before, after = types[ref].shape, types[node.name].shape
-    if node.op in _PRODUCTS:
-        left = ref == next(refs_of(node))
-        return at if at == len(after) - (2 if left else 1) else None
+        return order[at] if back else order.index(at)
+    here, there = (after, before) if back else (before, after)
     if node.op in RESHAPES:
-        return _reshaped(after, before, at)
-    if node.op in TRANSPOSES:
-        return _order(node, len(before))[at]
-    found = at + len(before) - len(after)
-    return found if found >= 0 and after[at] == before[found] else None
+        return _reshaped(here, there, at)
+    found = at + len(there) - len(here)
+    return found if found >= 0 and there[found] == here[at] else None
 
 
 def _beside(node: Node, ref: str, dims: Mapping[str, int], types: Mapping[str, TensorType]) -> int | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from autoshard.ir import Folded, Graph, Node, Ref, TensorType, refs_of, substitute
+from autoshard.ir import Folded, Graph, Node, Ref, TensorType, substitute
 from autoshard.ir.views import ALIASES, RESHAPES
+from autoshard.passes.segment_parts import without_dead
 
 #: ops that give their first argument back when the type does not change
 IDENTITIES = (
@@ -51,7 +52,7 @@ def simplify(graph: Graph) -> Graph:
             made[out] = node
         kept.append(node)
     outputs = tuple(same.get(o, o) for o in graph.outputs)
-    return _without_dead(Graph(graph.name, graph.inputs, tuple(kept), outputs))
+    return without_dead(Graph(graph.name, graph.inputs, tuple(kept), outputs))
 
 
 def _typed(node: Node) -> Hashable:
@@ -84,13 +85,3 @@ def _merge_views(node: Node, made: dict[str, Node]) -> Node:
     type_ = node.types[0]
     assert type_ is not None
     return replace(node, op="aten.reshape.default", args=(base, type_.shape), kwargs=())
-
-
-def _without_dead(graph: Graph) -> Graph:
-    wanted = set(graph.outputs)
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if any(out in wanted for out in node.outs):
-            kept.append(node)
-            wanted.update(refs_of(node))
-    return replace(graph, nodes=tuple(reversed(kept)))

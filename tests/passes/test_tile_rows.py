@@ -93,8 +93,8 @@ def test_nothing_wide_is_left() -> None:
 
     assert wide <= widths(plain) and not wide & widths(tiled)
     # backward repeats forward's products, which is no work of the model
-    repeated = [tiles_of(n).again for g in tiled.segments.values() for n in g.nodes if n.op == TILES]
-    assert any(repeated)
+    recomputed = [tiles_of(n).recomputed for g in tiled.segments.values() for n in g.nodes if n.op == TILES]
+    assert any(recomputed)
     assert model_flop(analysed("llama", 0).model) == model_flop(analysed("llama").model)
 
 

@@ -78,7 +78,7 @@ def model_flop(model: Model) -> tuple[float, str]:
         if rule.flops:
             types = model.folded.segments[name].nodes[number].types
             dtype = next((t.dtype for t in types if t is not None and t.is_float), "f32")
-            done[dtype] = done.get(dtype, 0.0) + counts[name] * (rule.flops - rule.repeated)
+            done[dtype] = done.get(dtype, 0.0) + counts[name] * (rule.flops - rule.recomputed)
     return sum(done.values()), max(done, key=lambda d: done[d], default="f32")
 
 
