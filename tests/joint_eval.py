@@ -57,7 +57,8 @@ def _run(node: Any, env: dict[str, Any]) -> None:
         env[key] = value
         if type_ is not None:
             found = (tuple(value.shape), value.dtype)
-            assert found == (type_.shape, _dtype(type_.dtype)), (node, found)
+            shape = type_.shape if type_.filled is None else (len(value), *type_.shape[1:])
+            assert found == (shape, _dtype(type_.dtype)), (node, found)
 
 
 def _value(arg: Arg, env: Mapping[str, Any]) -> Any:

@@ -737,14 +737,6 @@ def _experts(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.bincount.default", (m.ints(6, 12), None, 8))
     yield OpSample("aten.histc.default", (m.real(12), 4, -3, 3))
     yield OpSample("aten.histc.default", (m.real(4, 6), 4))
-    expert = torch.tensor([3, 0, 0, 2, 4, 3, 0, -1, 3, 2])  # expert 1 has no row, two rows no expert
-    x, grad, weight = m.real(10, 6), m.real(10, 8), m.real(4, 6, 8)
-    yield OpSample("autoshard.expert_mm.default", (x, expert, weight, False))
-    yield OpSample("autoshard.expert_mm.default", (grad, expert, weight, True))
-    yield OpSample("autoshard.expert_mm.default", (x[:8], m.ints(1, 8), m.real(1, 6, 5), False))
-    yield OpSample("autoshard.expert_outer.default", (x, grad, expert, 4, False))
-    yield OpSample("autoshard.expert_outer.default", (x, grad, expert, 4, True))
-    yield OpSample("autoshard.expert_outer.default", (m.real(6, 5), m.real(6, 4), m.ints(5, 6), 5, False))
 
 
 FAMILIES: tuple[Callable[[Make], Iterator[OpSample]], ...] = (

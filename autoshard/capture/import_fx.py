@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.expert_slots import with_slots
 from autoshard.capture.joint_trace import Traced
 from autoshard.capture.origins import COPY
 from autoshard.capture.strided_views import reshaped
@@ -131,7 +132,7 @@ class _Importer:
         nodes = _alive(ordered, results)
         ports = self._used_ports(nodes, results)
         inputs = tuple((p.name, p.type) for p in ports)
-        joint = Graph("joint", inputs, nodes, tuple(r.value for r in results))
+        joint = with_slots(Graph("joint", inputs, nodes, tuple(r.value for r in results)))
         constants = self._used_constants(ports)
         return Imported(joint, ports, results, constants, tuple(self.sources[key] for key in constants))
 

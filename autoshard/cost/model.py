@@ -21,6 +21,7 @@ from autoshard.cost.kernel_time import (
 )
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import DTYPES, TensorType
+from autoshard.ir.experts import destinations
 from autoshard.ir.local_bytes import held_bytes, held_shape
 from autoshard.ir.placement import Layout
 from autoshard.rules.core import Factored
@@ -139,28 +140,29 @@ class CostModel:
         sizes: Sequence[int],
         scale: float = 1.0,
     ) -> float:
-        """Seconds of the all-to-alls of a call: of every tensor that has rows, there or back.
+        """Seconds of the all-to-all of a call, on which tokens travel to their experts, or sums back.
 
-        scale: there are so many times as many rows.
-
-        A call that exchanges rows sends every tensor of rows once, over that axis. That rows are spread
-        evenly over their owners is assumed: imbalance has no price.
+        scale: there are so many times as many tokens. That experts are chosen evenly is assumed: imbalance
+        has no price.
         """
         axis = rule.exchanged(state.inputs, state.outputs)
         if axis is None:
             return 0.0
-        rows = {r for r, _ in rule.exchange}
-        tensors = [
-            *zip(rule.inputs, ins, state.inputs, strict=True),
-            *zip(rule.outputs, outs, state.outputs, strict=True),
-        ]
-        return sum(
-            float(
-                seconds(
-                    "all_to_all", scale * self.local_bytes(type_, layout, sizes), self.reshard.links[axis]
-                )
+        (tokens, owners), *_ = rule.exchange
+        laid = [
+            (dims, type_, layout)
+            for dims, type_, layout in (
+                *zip(rule.inputs, ins, state.inputs, strict=True),
+                *zip(rule.outputs, outs, state.outputs, strict=True),
             )
-            for dims, type_, layout in tensors
             if dims is not None and type_ is not None and layout is not None
-            if any(rows & set(dim) for dim in dims)
+        ]
+        slots = next(type_ for dims, type_, _ in laid if any(owners in dim for dim in dims))
+        # of each token a row of the widest tensor of tokens: beside it, there are only its choices
+        widest = max(
+            self.local_bytes(type_, layout, sizes)
+            for dims, type_, layout in laid
+            if any(tokens in dim and owners not in dim for dim in dims)
         )
+        sent = scale * widest * destinations(slots, sizes[axis])
+        return float(seconds("all_to_all", sent, self.reshard.links[axis]))

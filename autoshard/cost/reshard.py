@@ -144,7 +144,7 @@ class ReshardCost:
         """Seconds of one step taken from ``source``."""
         whole = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
         width = type_.nbytes / max(1, type_.numel)
-        nbytes = held_numel(type_.shape, whole, self.sizes) * width
+        nbytes = type_.held(held_numel(type_.shape, whole, self.sizes)) * width
         return self._price(step.kind, step.axis, nbytes, step.source, step.target)
 
     def table(
@@ -200,7 +200,7 @@ class ReshardCost:
     ) -> NDArray[np.float64]:
         """[from, to]: seconds of single steps; inf where no single step leads, 0 to itself."""
         width = scale * type_.nbytes / max(1, type_.numel)
-        held = [held_numel(type_.shape, layout, self.sizes) * width for layout in nodes]
+        held = [type_.held(held_numel(type_.shape, layout, self.sizes)) * width for layout in nodes]
         cost = np.full((len(nodes), len(nodes)), np.inf)
         np.fill_diagonal(cost, 0.0)
         for axis in range(len(per_axis)):
@@ -221,7 +221,11 @@ class ReshardCost:
                     for i, p, copied_from, even_from in ends:
                         for j, q, copied_to, even_to in ends:
                             kind = transfer_between(p, q)
-                            if kind is None or (kind == "all_to_all" and not (even_from and even_to)):
+                            if (
+                                kind is None
+                                or type_.stays(_dim(p), _dim(q))
+                                or (kind == "all_to_all" and not (even_from and even_to))
+                            ):
                                 continue
                             if kind not in prices:
                                 prices[kind] = self._prices(kind, axis, whole, share.of(kind))
@@ -255,6 +259,10 @@ class ReshardCost:
                 time = min(time, seconds("all_reduce", nbytes / share, self.links[axis]))
             time = self.priced[key] = share * float(time)
         return time, 2 * nbytes / self.memory_bandwidth
+
+
+def _dim(placement: Placement) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 def _is_copied(placement: Placement) -> bool:

@@ -12,9 +12,9 @@ from autoshard.ir.placement import Partial, Placement, Replicate, Shard
 from autoshard.ir.quantized import WIRE_BITS, wire_gather
 from autoshard.ir.types import TensorType
 
-#: layout: brings tensors into another layout. quantised: the same with fewer bits. experts: rows are sent to
-#: the ranks of their experts, multiplied, and sent back. ring: products whose chunks travel round the ranks
-#: of an axis meanwhile (`ir.rings`)
+#: layout: brings tensors into another layout. quantised: the same with fewer bits. experts: tokens are sent
+#: to the ranks of their experts, or back. ring: products whose chunks travel round the ranks of an axis
+#: meanwhile (`ir.rings`)
 Family: TypeAlias = Literal["layout", "quantised", "experts", "ring"]
 TransferKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
 
@@ -45,8 +45,7 @@ class CollectiveSpec:
     does so. fits: which two of them. bucket: whether it moves several tensors in one message. in_turn:
     whether large ones go out over an axis one at a time, as they hold what they send, and nothing may need
     their results before the end of the step. packed: whether it is given what is sent, rather than values.
-    product: the op on whole tensors that an exchange of rows is. counted: whether that takes the number of
-    experts.
+    product: the op on whole tensors that an exchange of tokens is.
     """
 
     op: str
@@ -61,7 +60,6 @@ class CollectiveSpec:
     in_turn: bool = False
     packed: bool = False
     product: str = ""
-    counted: bool = False
 
     @property
     def name(self) -> str:
@@ -126,11 +124,16 @@ REDUCE_SCATTER_Q = replace(
 ALL_GATHER_WIRE = CollectiveSpec(
     "comm.all_gather_wire.default", "quantised", "all_gather", "all_gather", packed=True
 )
-EXPERT_MM = CollectiveSpec(
-    "comm.expert_mm.default", "experts", "all_to_all", "all_to_all", product="autoshard.expert_mm.default"
-)
-EXPERT_OUTER = replace(
-    EXPERT_MM, op="comm.expert_outer.default", product="autoshard.expert_outer.default", counted=True
+#: the op on whole tensors -> what sends its tokens, or what is made of them, over an axis
+EXPERT_EXCHANGES = tuple(
+    CollectiveSpec(
+        f"comm.expert_{name}.default",
+        "experts",
+        "all_to_all",
+        "all_to_all",
+        product=f"autoshard.{name}.default",
+    )
+    for name in ("route", "dispatch", "combine", "dispatch_weights", "combine_weights")
 )
 ALL_GATHER_MM = CollectiveSpec("comm.all_gather_mm.default", "ring", "all_gather", "all_gather")
 MM_REDUCE_SCATTER = CollectiveSpec(
@@ -140,7 +143,7 @@ _ROWS = (
     *(ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, SLICE),
     *(ALL_GATHER_BUCKET, REDUCE_SCATTER_BUCKET, ALL_REDUCE_BUCKET),
     *(ALL_GATHER_Q, REDUCE_SCATTER_Q, ALL_GATHER_WIRE),
-    *(EXPERT_MM, EXPERT_OUTER, ALL_GATHER_MM, MM_REDUCE_SCATTER),
+    *(*EXPERT_EXCHANGES, ALL_GATHER_MM, MM_REDUCE_SCATTER),
 )
 #: op -> its row
 COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({spec.op: spec for spec in _ROWS})

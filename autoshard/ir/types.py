@@ -31,14 +31,30 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Shape (elements per dim) and element type of one value; global unless said otherwise."""
+    """Shape (elements per dim) and element type of one value; global unless said otherwise.
+
+    filled: dim 0 has a slot for every expert and token, of which only those exist in memory that hold a token
+    that chose the expert: (experts that a token chooses, all experts). (1, 1) of a dim of tokens that nothing
+    may order otherwise, as such slots refer to it. None of any other value. A value with it stays where it
+    is along dim 0: no collective moves its slots.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    filled: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        """Elements; of slots, those that exist on average."""
+        return self.held(prod(self.shape))
+
+    def held(self, slots: int) -> int:
+        """Of so many elements those that exist on average."""
+        return slots if self.filled is None else -(-slots * self.filled[0] // self.filled[1])
+
+    def stays(self, *split: object) -> bool:
+        """Whether no collective may lead from or to a placement that splits this dim."""
+        return self.filled is not None and 0 in split
 
     @property
     def nbytes(self) -> int:
@@ -50,4 +66,6 @@ class TensorType:
         return self.dtype in ("f64", "f32", "f16", "bf16", "c64", "c128")
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        first = f"*{self.filled[0]}/{self.filled[1]}" if self.filled else ""
+        sizes = [f"{n}{'' if dim else first}" for dim, n in enumerate(self.shape)]
+        return f"{self.dtype}[{', '.join(sizes)}]"

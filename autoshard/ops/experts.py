@@ -1,11 +1,13 @@
-"""One matrix per expert: products in which every row names the expert whose matrix it meets.
+"""Mixtures of experts: tokens go to the experts that they chose, all products of an expert run there, and
+what they make of a token comes back as one sum.
 
-Rows stay in the order they come in, so that a graph of a mixture of experts holds no sort over tokens and
-the rows may be split like any other dim. Rows are sorted inside the ops only.
+``choices`` [t, k] are the experts of every token. ``route`` gives the slots of a rank: one for every expert
+of its own and token that chose it, sorted by expert, with the tokens of one in their order. Values of slots
+[s, ...] hold a row for each of them, however many the batch makes of them; nothing is padded. On fake tensors
+s counts all pairs of an expert and a token, of which k of E exist (`ir.types.TensorType.filled`).
 
-All ops take ``expert``: int64 [r], the expert of every row; a row whose expert lies outside of those that
-``weight`` holds counts for nothing. The ``_part`` ops are those of a rank that holds the experts
-``[offset, offset + E)`` of more.
+A slot is an int64: the expert, counted from the first of the rank, above 32 bits that number the pair
+(token, choice) among those of the tokens that the rank sees. A choice that is no expert has no slot.
 """
 
 from __future__ import annotations
@@ -17,22 +19,72 @@ import torch
 
 from autoshard.torch_adapters.op_library import define
 
-
-def _by_expert(expert: torch.Tensor, count: int, offset: int) -> tuple[torch.Tensor, list[int]]:
-    """Rows of the experts ``[offset, offset + count)``, sorted by expert; and where each expert's rows end.
-
-    expert [r] -> (row numbers [at most r], ends [count]).
-    """
-    local = expert - offset
-    inside = (local >= 0) & (local < count)
-    keys = torch.where(inside, local, count)  # rows of other experts come last
-    order = torch.argsort(keys, stable=True)
-    ends = torch.bincount(keys, minlength=count + 1)[:count].cumsum(0).tolist()
-    return order[: ends[-1] if ends else 0], ends
+_PAIR_BITS = 32
+_PAIRS = (1 << _PAIR_BITS) - 1
+#: types whose sums over the experts of a token are in single precision
+_HALF = (torch.bfloat16, torch.float16)
 
 
-def _spans(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its range among the sorted rows) of all experts that have rows."""
+def choices(expert: torch.Tensor) -> torch.Tensor:
+    """The experts of every token [t, k], which from here on keep their order."""
+    return expert.clone()
+
+
+def route_part(chosen: torch.Tensor, num_experts: int, offset: int) -> torch.Tensor:
+    """The slots [s] of the experts ``[offset, offset + num_experts)``. chosen: of all tokens [t, k]."""
+    expert = chosen.reshape(-1) - offset
+    inside = (expert >= 0) & (expert < num_experts)
+    keys = torch.where(inside, expert, num_experts)  # others come last
+    keys, pairs = torch.sort(keys, stable=True)
+    count = int(inside.sum())
+    return (keys[:count] << _PAIR_BITS) | pairs[:count]
+
+
+def route(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The slots [s] of the experts 0..num_experts-1."""
+    return route_part(chosen, num_experts, 0)
+
+
+def _pairs(slots: torch.Tensor) -> torch.Tensor:
+    return slots & _PAIRS
+
+
+def _tokens(slots: torch.Tensor, choices_each: int) -> torch.Tensor:
+    return _pairs(slots) // choices_each
+
+
+def dispatch(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The row of its token for every slot: x [t, h], chosen [t, k], slots [s] -> [s, h]."""
+    return x.index_select(0, _tokens(slots, chosen.shape[1]))
+
+
+def combine(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Per token the sum over its slots: x [s, h], chosen [t, k], slots [s] -> [t, h]."""
+    tokens, each = chosen.shape
+    if len(slots) == tokens * each and each > 1:  # all are here: the rows of a token as one sum
+        order = torch.empty_like(slots)
+        order[_pairs(slots)] = torch.arange(len(slots), device=slots.device)
+        return x.index_select(0, order).view(tokens, each, x.shape[1]).sum(dim=1)
+    wide = torch.float32 if x.dtype in _HALF else x.dtype
+    out = torch.zeros((tokens, x.shape[1]), dtype=wide, device=x.device)
+    return out.index_add_(0, _tokens(slots, each), x.to(wide)).to(x.dtype)
+
+
+def dispatch_weights(weights: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The weight of every slot: weights [t, k], chosen [t, k], slots [s] -> [s]."""
+    return weights.reshape(-1).index_select(0, _pairs(slots))
+
+
+def combine_weights(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """For every choice what its slot has, 0 without one: x [s], chosen [t, k], slots [s] -> [t, k]."""
+    out = x.new_zeros(chosen.numel())
+    out[_pairs(slots)] = x
+    return out.view(chosen.shape)
+
+
+def _spans(slots: torch.Tensor, count: int) -> Iterator[tuple[int, slice]]:
+    """(expert, its range among the slots) of all experts that have slots."""
+    ends = torch.bincount(slots >> _PAIR_BITS, minlength=count).cumsum(0).tolist()
     begin = 0
     for number, end in enumerate(ends):
         if end > begin:
@@ -40,115 +92,171 @@ def _spans(ends: list[int]) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
-def expert_mm_part(
-    x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool, offset: int
-) -> torch.Tensor:
-    """``y[i] = x[i] @ weight[expert[i] - offset]``, zeros for rows of experts that are not here.
+def expert_mm(x: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Every row times the matrix of its expert.
 
-    x [r, k], expert [r], weight [E, k, n] ([E, n, k] if ``transposed``) -> [r, n].
+    x [s, k], slots [s], weight [E, k, n] ([E, n, k] if ``transposed``) -> [s, n].
     """
     matrices = weight.transpose(1, 2) if transposed else weight
-    rows, ends = _by_expert(expert, weight.shape[0], offset)
-    out = x.new_zeros((x.shape[0], matrices.shape[2]))
-    if rows.numel():
-        sorted_x = x[rows]
-        made = out.new_empty((rows.shape[0], matrices.shape[2]))
-        for number, span in _spans(ends):
-            torch.mm(sorted_x[span], matrices[number], out=made[span])
-        out[rows] = made
-    return out
-
-
-def expert_mm(x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """``y[i] = x[i] @ weight[expert[i]]``, zeros where the expert is none of 0..E-1; shapes as above."""
-    return expert_mm_part(x, expert, weight, transposed, 0)
-
-
-def expert_outer_part(
-    x: torch.Tensor, grad: torch.Tensor, expert: torch.Tensor, num_experts: int, transposed: bool, offset: int
-) -> torch.Tensor:
-    """Per expert of ``[offset, offset + num_experts)`` the sum over its rows of ``outer(x[i], grad[i])``.
-
-    x [r, k], grad [r, n], expert [r] -> [num_experts, k, n] ([num_experts, n, k] if ``transposed``).
-    """
-    left, right = (grad, x) if transposed else (x, grad)
-    rows, ends = _by_expert(expert, num_experts, offset)
-    out = x.new_zeros((num_experts, left.shape[1], right.shape[1]))
-    left, right = left[rows], right[rows]
-    for number, span in _spans(ends):
-        torch.mm(left[span].t(), right[span], out=out[number])
+    out = x.new_empty((x.shape[0], matrices.shape[2]))
+    for number, span in _spans(slots, weight.shape[0]):
+        torch.mm(x[span], matrices[number], out=out[span])
     return out
 
 
 def expert_outer(
-    x: torch.Tensor, grad: torch.Tensor, expert: torch.Tensor, num_experts: int, transposed: bool
+    x: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, num_experts: int, transposed: bool
 ) -> torch.Tensor:
-    """The gradient of the weight of `expert_mm`; shapes as in `expert_outer_part`."""
-    return expert_outer_part(x, grad, expert, num_experts, transposed, 0)
+    """The gradient of the matrices of `expert_mm`: per expert the sum of ``outer(x[i], grad[i])``.
+
+    x [s, k], grad [s, n], slots [s] -> [num_experts, k, n] ([num_experts, n, k] if ``transposed``).
+    """
+    left, right = (grad, x) if transposed else (x, grad)
+    out = x.new_zeros((num_experts, left.shape[1], right.shape[1]))
+    for number, span in _spans(slots, num_experts):
+        torch.mm(left[span].t(), right[span], out=out[number])
+    return out
 
 
-def _fake_mm(
-    x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool, offset: int = 0
-) -> torch.Tensor:
-    k, n = (2, 1) if transposed else (1, 2)
+def expert_rows(table: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The row of its expert for every slot: table [E, n], slots [s] -> [s, n]."""
+    return table.index_select(0, slots >> _PAIR_BITS)
+
+
+def expert_sum(x: torch.Tensor, slots: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The gradient of the table of `expert_rows`: x [s, n], slots [s] -> [num_experts, n]."""
+    wide = torch.float32 if x.dtype in _HALF else x.dtype
+    out = torch.zeros((num_experts, x.shape[1]), dtype=wide, device=x.device)
+    return out.index_add_(0, slots >> _PAIR_BITS, x.to(wide)).to(x.dtype)
+
+
+def put_columns(grad: torch.Tensor, size: int, start: int, end: int, step: int) -> torch.Tensor:
+    """The gradient of ``x[..., start:end:step]``, however many rows x has: [s, ..., m] -> [s, ..., size]."""
+    out = grad.new_zeros((*grad.shape[:-1], size))
+    out[..., start:end:step] = grad
+    return out
+
+
+def _columns(x: torch.Tensor, slots: torch.Tensor) -> None:
     torch._check(
-        x.dim() == 2 and weight.dim() == 3 and expert.dim() == 1, lambda: "x [r, k], weight [E, k, n]"
+        x.shape[0] == slots.shape[0], lambda: f"{x.shape[0]} rows of {slots.shape[0]} slots of experts"
     )
+
+
+def _fake_mm(x: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    k, n = (2, 1) if transposed else (1, 2)
+    _columns(x, slots)
     torch._check(x.shape[1] == weight.shape[k], lambda: f"x has {x.shape[1]} columns, not {weight.shape[k]}")
-    torch._check(x.shape[0] == expert.shape[0], lambda: f"{expert.shape[0]} experts of {x.shape[0]} rows")
     return x.new_empty((x.shape[0], weight.shape[n]))
 
 
 def _fake_outer(
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    expert: torch.Tensor,
-    num_experts: int,
-    transposed: bool,
-    offset: int = 0,
+    x: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, num_experts: int, transposed: bool
 ) -> torch.Tensor:
-    torch._check(x.dim() == 2 and grad.dim() == 2 and expert.dim() == 1, lambda: "x [r, k], grad [r, n]")
-    torch._check(x.shape[0] == grad.shape[0] == expert.shape[0], lambda: "rows of x, grad and expert differ")
+    _columns(x, slots)
     k, n = x.shape[1], grad.shape[1]
     return x.new_empty((num_experts, n, k) if transposed else (num_experts, k, n))
 
 
+_ops = torch.ops.autoshard
+
+
+def _save(*kept: int) -> Any:
+    """Saves some inputs for backward."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*(inputs[k] for k in kept))
+
+    return save
+
+
 def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, expert, weight, ctx.transposed = inputs
-    ctx.save_for_backward(x, expert, weight)
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _mm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """dx is the same product with the matrices turned; dW sums the outer products of rows and gradients."""
-    x, expert, weight = ctx.saved_tensors
+    x, slots, weight = ctx.saved_tensors
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.autoshard.expert_mm(grad, expert, weight, not ctx.transposed)
+        grad_x = _ops.expert_mm(grad, slots, weight, not ctx.transposed)
     if ctx.needs_input_grad[2]:
-        grad_weight = torch.ops.autoshard.expert_outer(x, grad, expert, weight.shape[0], ctx.transposed)
+        grad_weight = _ops.expert_outer(x, grad, slots, weight.shape[0], ctx.transposed)
     return grad_x, None, grad_weight, None
 
 
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    table, slots = inputs
+    ctx.count = table.shape[0]
+    ctx.save_for_backward(slots)
+
+
+define("choices(Tensor expert) -> Tensor", choices, torch.empty_like)
 define(
-    "expert_mm(Tensor x, Tensor expert, Tensor weight, bool transposed) -> Tensor",
+    "route(Tensor chosen, int num_experts) -> Tensor",
+    route,
+    lambda chosen, num_experts: chosen.new_empty((num_experts * chosen.shape[0],)),
+)
+define(
+    "route_part(Tensor chosen, int num_experts, int offset) -> Tensor",
+    route_part,
+    lambda chosen, num_experts, offset: chosen.new_empty((num_experts * chosen.shape[0],)),
+)
+define(
+    "dispatch(Tensor x, Tensor chosen, Tensor slots) -> Tensor",
+    dispatch,
+    lambda x, chosen, slots: x.new_empty((slots.shape[0], x.shape[1])),
+    backward=lambda ctx, grad: (_ops.combine(grad, *ctx.saved_tensors), None, None),
+    save=_save(1, 2),
+)
+define(
+    "combine(Tensor x, Tensor chosen, Tensor slots) -> Tensor",
+    combine,
+    lambda x, chosen, slots: x.new_empty((chosen.shape[0], x.shape[1])),
+    backward=lambda ctx, grad: (_ops.dispatch(grad, *ctx.saved_tensors), None, None),
+    save=_save(1, 2),
+)
+define(
+    "dispatch_weights(Tensor weights, Tensor chosen, Tensor slots) -> Tensor",
+    dispatch_weights,
+    lambda weights, chosen, slots: weights.new_empty(slots.shape),
+    backward=lambda ctx, grad: (_ops.combine_weights(grad, *ctx.saved_tensors), None, None),
+    save=_save(1, 2),
+)
+define(
+    "combine_weights(Tensor x, Tensor chosen, Tensor slots) -> Tensor",
+    combine_weights,
+    lambda x, chosen, slots: x.new_empty(chosen.shape),
+    backward=lambda ctx, grad: (_ops.dispatch_weights(grad, *ctx.saved_tensors), None, None),
+    save=_save(1, 2),
+)
+define(
+    "expert_mm(Tensor x, Tensor slots, Tensor weight, bool transposed) -> Tensor",
     expert_mm,
     _fake_mm,
     backward=_mm_backward,
     save=_save_mm,
 )
 define(
-    "expert_mm_part(Tensor x, Tensor expert, Tensor weight, bool transposed, int offset) -> Tensor",
-    expert_mm_part,
-    _fake_mm,
-)
-define(
-    "expert_outer(Tensor x, Tensor grad, Tensor expert, int num_experts, bool transposed) -> Tensor",
+    "expert_outer(Tensor x, Tensor grad, Tensor slots, int num_experts, bool transposed) -> Tensor",
     expert_outer,
     _fake_outer,
 )
 define(
-    "expert_outer_part(Tensor x, Tensor grad, Tensor expert, int num_experts, bool transposed, int offset) "
-    "-> Tensor",
-    expert_outer_part,
-    _fake_outer,
+    "expert_rows(Tensor table, Tensor slots) -> Tensor",
+    expert_rows,
+    lambda table, slots: table.new_empty((slots.shape[0], table.shape[1])),
+    backward=lambda ctx, grad: (_ops.expert_sum(grad, *ctx.saved_tensors, ctx.count), None),
+    save=_save_rows,
+)
+define(
+    "expert_sum(Tensor x, Tensor slots, int num_experts) -> Tensor",
+    expert_sum,
+    lambda x, slots, num_experts: x.new_empty((num_experts, x.shape[1])),
+)
+define(
+    "put_columns(Tensor grad, int size, int start, int end, int step) -> Tensor",
+    put_columns,
+    lambda grad, size, start, end, step: grad.new_empty((*grad.shape[:-1], size)),
 )

@@ -17,8 +17,6 @@ _LOWERED = (
     "autoshard.add_rms_norm_quantise.default",
     "autoshard.embedding_part.default",
     "autoshard.embedding_part_backward.default",
-    "autoshard.expert_mm_part.default",
-    "autoshard.expert_outer_part.default",
     "autoshard.index_add_part.default",
     "autoshard.layer_norm.default",
     "autoshard.layer_norm_backward.default",
@@ -26,6 +24,7 @@ _LOWERED = (
     "autoshard.rms_norm.default",
     "autoshard.rms_norm_backward.default",
     "autoshard.rms_norm_quantise.default",
+    "autoshard.route_part.default",
     "autoshard.scatter_add_part.default",
 )
 

@@ -53,8 +53,8 @@ class Factored:
     contiguous: factors that may only be split into contiguous ranges, since the call on a shard is
         told its offset.
     zigzag: factors that may only be split in a zigzag, which gives all ranks the same work.
-    exchange: pairs (rows, owners) of factors that one axis may split at once: each row is worked on by
-        the rank that holds its owner, so that ``local`` must send rows there and results back.
+    exchange: pairs (rows, owners) of factors that one axis may split at once: tensors that have owners are
+        split by these, the others by rows, so that ``local`` must send rows to their owners or back.
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did.
@@ -79,7 +79,7 @@ class Factored:
         """The axis (its number) over which a call with these layouts exchanges rows, or None."""
         laid = [*zip(self.inputs, inputs, strict=True), *zip(self.outputs, outputs, strict=True)]
         for rows, owners in self.exchange:
-            both = _axes_of(laid, rows) & _axes_of(laid, owners)
+            both = _axes_of(laid, rows, self.sizes) & _axes_of(laid, owners, self.sizes)
             if both:
                 return min(both)
         return None
@@ -159,14 +159,24 @@ def _fits(dims: Dims | None, type_: TensorType | None, sizes: Sequence[int]) -> 
     )
 
 
-def _axes_of(laid: Sequence[tuple[Dims | None, Layout | None]], factor: int) -> set[int]:
-    """Axes that split the dim of a factor in some tensor."""
+def _axes_of(
+    laid: Sequence[tuple[Dims | None, Layout | None]], factor: int, sizes: Sequence[int]
+) -> set[int]:
+    """Axes that split a factor in some tensor."""
     return {
         axis
         for dims, layout in laid
         for axis, placed in enumerate(layout or ())
-        if dims is not None and isinstance(placed, Shard) and factor in dims[placed.dim]
+        if dims is not None and isinstance(placed, Shard) and _splits(dims[placed.dim], factor, placed, sizes)
     }
+
+
+def _splits(dim: Dim, factor: int, placed: Shard, sizes: Sequence[int]) -> bool:
+    """Whether a placement of a dim splits one of its factors."""
+    if factor not in dim:
+        return False
+    above = prod(sizes[f] for f in dim[: dim.index(factor)])
+    return above <= placed.blocks < above * sizes[factor]
 
 
 def _has(dims: Dims, factor: int) -> bool:

@@ -52,7 +52,7 @@ class DigitTable:
     values: (segment, value, dim) -> digits of that dim (ports under their class, see `Flow`).
     factors: (segment, node number) -> per factor its digits. batch: the classes that are the batch.
     zigzag: those that are a sequence split in a zigzag; causal: those that are the same sequences as a whole.
-    heads: those that are heads of attention.
+    heads: those that are heads of attention. experts: those that are the experts to which tokens go.
     """
 
     values: dict[DimKey, tuple[Digit, ...]]
@@ -61,6 +61,7 @@ class DigitTable:
     zigzag: frozenset[int] = frozenset()
     causal: frozenset[int] = frozenset()
     heads: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
 
 
 class _Analysis:
@@ -217,13 +218,22 @@ def _table(work: _Analysis) -> DigitTable:
     causal: set[int] = set()
     zigzag: set[int] = set()
     heads: set[int] = set()
+    experts: set[int] = set()
     for place, rule in work.rules.items():
         for factor in rule.zigzag:
             for outer, _, cls in factors_of[place][factor]:
                 (zigzag if outer < 0 else causal).add(cls)
+        for _, owners in rule.exchange:
+            experts.update(cls for _, _, cls in factors_of[place][owners])
         if rule.kernel == "attention":
             heads.update(cls for factor in rule.inputs[0][1] for _, _, cls in factors_of[place][factor])
     whole = frozenset(causal if zigzag else ())
     return DigitTable(
-        values, factors_of, frozenset(batch), frozenset(zigzag), whole, frozenset(heads - batch)
+        values,
+        factors_of,
+        frozenset(batch),
+        frozenset(zigzag),
+        whole,
+        frozenset(heads - batch),
+        frozenset(experts),
     )

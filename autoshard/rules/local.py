@@ -68,9 +68,11 @@ class LocalCall:
     mesh: MeshShape
 
     def out_shape(self, index: int = 0) -> tuple[int | LocalSize, ...]:
+        """-1 for the slots of experts, of which the data say how many there are."""
         type_, layout = self.node.types[index], self.out_layouts[index]
         assert type_ is not None and layout is not None
-        return symbolic_shape(type_.shape, layout, self.mesh)
+        shape = symbolic_shape(type_.shape, layout, self.mesh)
+        return shape if type_.filled is None else (-1, *shape[1:])
 
     def in_shape(self, index: int) -> tuple[int | LocalSize, ...]:
         return symbolic_shape(self.ins[index].shape, self.in_layouts[index], self.mesh)

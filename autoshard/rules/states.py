@@ -133,7 +133,8 @@ def exchange_state(
     digit: Digit,
     ways: int,
 ) -> AxisState | None:
-    """Rows split at ``digit`` and their owners in contiguous ranges; None if that cannot be."""
+    """Rows split at ``digit``, and owners in contiguous ranges where a tensor has both; None if that cannot
+    be."""
     rows, owners = pair
     whole: Digit = (1, rule.sizes[owners], -1)
     placed: list[Placement | None] = []
@@ -144,9 +145,9 @@ def exchange_state(
             continue
         by_rows = placement_of(dims, type_, rule.sizes, rows, digit, ways)
         by_owner = placement_of(dims, type_, rule.sizes, owners, whole, ways)
-        if by_rows is None or by_owner is None or R not in (by_rows, by_owner):
+        if by_rows is None or by_owner is None:
             return None
-        placed.append(by_owner if by_rows == R else by_rows)
+        placed.append(by_rows if by_owner == R else by_owner)
         if number >= len(ins) and placed[-1] == R:
             return None
     part = shard_of_digit(rule.sizes[rows], 0, digit[0], digit[1], ways)

@@ -18,9 +18,10 @@ from autoshard.ir import Node
 from autoshard.ir.collectives import COLLECTIVES, axes_of, goes_in_turn, is_message
 from autoshard.ir.quantized import WIRE_BITS
 from autoshard.kernels.vocab_ce import merge_stats
-from autoshard.runtime import exchange, rings
+from autoshard.runtime import rings
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
+from autoshard.runtime.exchange import ExpertExchange
 from autoshard.runtime.pending import Issue, PendingCollective, as_it_is
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.shard_utils import join_parts, part_in_blocks, part_shapes, take_part
@@ -46,6 +47,7 @@ class GroupCollectives:
         self.over, self.names, self.watch = dict(transports), dict(names or {}), watch
         #: axis -> the last message that was issued over it of those that go in turn
         self._last: WeakValueDictionary[str, PendingCollective] = WeakValueDictionary()
+        self._exchanges: dict[str, ExpertExchange] = {}
 
     def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
         """The function that runs a ``comm`` node of a segment, "" for one of a part; an `Issue` for one whose
@@ -170,23 +172,39 @@ class GroupCollectives:
 
         return PendingCollective(self.over[axis].all_to_all(sent), join)
 
-    def _rows(self, axis: str) -> exchange.Send:
-        over = self.over[axis]
-        return lambda x, sent, received: over.exchange(x.contiguous(), sent, received)()
+    def _experts(self, axis: str) -> ExpertExchange:
+        found = self._exchanges.get(axis)
+        if found is None:
+            over = self.over[axis]
+            found = self._exchanges[axis] = ExpertExchange(
+                over.ways, over.rank, lambda x, sent, given: over.exchange(x.contiguous(), sent, given)()
+            )
+        return found
 
-    def expert_mm(
-        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, transposed: bool, num_experts: int
+    def expert_route(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
     ) -> torch.Tensor:
-        """Rows times the matrices of their experts, which the ranks of an axis hold in parts."""
-        ways, rank = view.size_of(axis), view.coord_of(axis)
-        return exchange.expert_mm(xs, transposed, num_experts, ways, rank, self._rows(axis))
+        return self._experts(axis).route(num_experts, *xs)
 
-    def expert_outer(
-        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, transposed: bool, num_experts: int
+    def expert_dispatch(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
     ) -> torch.Tensor:
-        """The gradient of the matrices that this rank holds, from the rows of all ranks of an axis."""
-        ways, rank = view.size_of(axis), view.coord_of(axis)
-        return exchange.expert_outer(xs, transposed, num_experts, ways, rank, self._rows(axis))
+        return self._experts(axis).dispatch(num_experts, *xs)
+
+    def expert_combine(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
+    ) -> torch.Tensor:
+        return self._experts(axis).combine(num_experts, *xs)
+
+    def expert_dispatch_weights(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
+    ) -> torch.Tensor:
+        return self._experts(axis).dispatch_weights(num_experts, *xs)
+
+    def expert_combine_weights(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
+    ) -> torch.Tensor:
+        return self._experts(axis).combine_weights(num_experts, *xs)
 
     def all_gather_mm(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, dim: int, outer: int = 1

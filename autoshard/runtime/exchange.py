@@ -1,13 +1,15 @@
-"""Expert parallelism on one rank: rows go to the rank that holds their expert, results come back.
+"""Expert parallelism on one rank: a token goes once to every rank that holds an expert of its choice.
 
-How many rows go where depends on the data, so counts are exchanged first. Rows of experts that exist
-nowhere stay, and count for nothing.
+There it has slots as if it were the rank's own (`autoshard.ops.experts`); what the experts of a rank make of
+it goes back as one sum. How many tokens go where depends on the data, so the ranks agree on that first, once
+for all ops that are given the same ``chosen``.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -18,86 +20,106 @@ from autoshard.ir.placement import chunk
 #: from each) -> rows [sum of received, ...] in the order of the ranks they come from
 Send: TypeAlias = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
+_ops = torch.ops.autoshard
+
 
 @dataclass(frozen=True)
-class Exchange:
-    """Which rows of a rank go where, and which it is given.
+class TokenExchange:
+    """Which tokens of a rank go where, and how many it is given.
 
-    rows: numbers of the rows that go, by rank and expert. sent, received: rows per rank. expert: of every
-    row that comes, counted from the first expert of this rank [received].
+    tokens: numbers of those that go, by rank. sent, received: tokens per rank. here: the choices of those
+    that come [sum of received, k]; only its shape counts.
     """
 
-    rows: torch.Tensor
+    tokens: torch.Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    expert: torch.Tensor
+    here: torch.Tensor
     send: Send
 
     def there(self, x: torch.Tensor) -> torch.Tensor:
-        """Own rows [r, k] -> the rows that are worked on here [received, k]."""
-        return self.send(x[self.rows], self.sent, self.received)
+        """Rows of the tokens of this rank [t, ...] -> of those that its experts work on."""
+        return self.send(x.index_select(0, self.tokens), self.sent, self.received)
 
-    def back(self, made: torch.Tensor, count: int) -> torch.Tensor:
-        """What was made of them here [received, n] -> what was made of the own rows [count, n]."""
-        out = made.new_zeros((count, made.shape[1]))
-        out[self.rows] = self.send(made, self.received, self.sent)
-        return out
+    def back(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """What was made here of tokens [sum of received, ...] -> its sum for the tokens of this rank
+        [count, ...]."""
+        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        came = self.send(x, self.received, self.sent)
+        out = torch.zeros((count, *x.shape[1:]), dtype=wide, device=x.device)
+        return out.index_add_(0, self.tokens, came.to(wide)).to(x.dtype)
 
 
-def exchange_of(expert: torch.Tensor, num_experts: int, ways: int, rank: int, send: Send) -> Exchange:
-    """Agree with the other ranks of a group on who sends what.
+@dataclass
+class ExpertExchange:
+    """The exchanges of tokens of one rank over one axis of ``ways`` ranks.
 
-    expert: of the own rows [r], counted over all experts. ways, rank: ranks of the group, and which one
-    this is; its k-th rank holds the k-th part of the experts, as `chunk` cuts them.
+    agreed: by the identity of ``chosen``, for as long as it exists.
     """
-    inside = (expert >= 0) & (expert < num_experts)
-    keys = torch.where(inside, expert, num_experts)
-    counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts]
-    held = [chunk(num_experts, ways, k) for k in range(ways)]
-    own = held[rank][1]
-    given = send(counts, [n for _, n in held], [own] * ways).view(ways, own)
-    # one look at the device for all four lists
-    numbers = torch.cat([counts.view(-1), given.sum(1)]).tolist()
-    sent = tuple(sum(numbers[start : start + n]) for start, n in held)
-    received = tuple(numbers[num_experts:])
-    rows = torch.argsort(keys, stable=True)[: sum(sent)]
-    names = torch.arange(own, device=expert.device).repeat(ways)
-    return Exchange(rows, sent, received, names.repeat_interleave(given.reshape(-1)), send)
 
+    ways: int
+    rank: int
+    send: Send
+    agreed: dict[int, tuple[weakref.ref[torch.Tensor], TokenExchange]] = field(default_factory=dict)
 
-def expert_mm(
-    parts: Sequence[torch.Tensor],
-    transposed: bool,
-    num_experts: int,
-    ways: int,
-    rank: int,
-    send: Send,
-) -> torch.Tensor:
-    """``autoshard::expert_mm`` of the own rows with the experts of all ranks.
+    def _exchange(self, chosen: torch.Tensor, num_experts: int) -> TokenExchange:
+        known = self.agreed.get(id(chosen))
+        if known is None or known[0]() is not chosen:
+            key, agreed = id(chosen), self.agreed
+            made = self._agree(chosen, num_experts)
+            agreed[key] = known = weakref.ref(chosen, lambda _: agreed.pop(key, None)), made
+        return known[1]
 
-    parts: x [r, k], expert [r], weight [own experts, k, n] (or [own experts, n, k]) -> [r, n].
-    """
-    x, expert, weight = parts
-    plan = exchange_of(expert, num_experts, ways, rank, send)
-    made = torch.ops.autoshard.expert_mm(plan.there(x), plan.expert, weight, transposed)
-    return plan.back(made, x.shape[0])
+    def _agree(self, chosen: torch.Tensor, num_experts: int) -> TokenExchange:
+        """chosen: experts of the tokens of this rank [t, k], counted over all experts; the k-th rank holds
+        the k-th part of these, as `chunk` cuts them."""
+        width = chunk(num_experts, self.ways, 0)[1]
+        inside = (chosen >= 0) & (chosen < num_experts)
+        owner = torch.where(inside, chosen // width, self.ways)
+        goes = chosen.new_zeros((self.ways + 1, len(chosen)), dtype=torch.bool)
+        goes.scatter_(0, owner.t(), True)
+        counts = goes[: self.ways].sum(dim=1)
+        given = self.send(counts, [1] * self.ways, [1] * self.ways)
+        # one look at the device for both lists
+        numbers = torch.cat([counts, given]).tolist()
+        sent, received = tuple(numbers[: self.ways]), tuple(numbers[self.ways :])
+        tokens = goes[: self.ways].nonzero()[:, 1]
+        here = self.send(chosen.index_select(0, tokens), sent, received)
+        return TokenExchange(tokens, sent, received, here, self.send)
 
+    def route(self, num_experts: int, chosen: torch.Tensor) -> torch.Tensor:
+        """The slots of this rank's experts, of tokens of all ranks."""
+        first, held = chunk(num_experts, self.ways, self.rank)
+        here = self._exchange(chosen, num_experts).here
+        slots: torch.Tensor = _ops.route_part(here, held, first)
+        return slots
 
-def expert_outer(
-    parts: Sequence[torch.Tensor],
-    transposed: bool,
-    num_experts: int,
-    ways: int,
-    rank: int,
-    send: Send,
-) -> torch.Tensor:
-    """``autoshard::expert_outer`` of the rows of all ranks for the own experts.
+    def dispatch(
+        self, num_experts: int, x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """x [t, h] -> [s, h]."""
+        exchange = self._exchange(chosen, num_experts)
+        rows: torch.Tensor = _ops.dispatch(exchange.there(x), exchange.here, slots)
+        return rows
 
-    parts: x [r, k], grad [r, n], expert [r] -> [own experts, k, n] (or [own experts, n, k]).
-    """
-    x, grad, expert = parts
-    plan = exchange_of(expert, num_experts, ways, rank, send)
-    own = chunk(num_experts, ways, rank)[1]
-    rows = plan.there(x), plan.there(grad), plan.expert
-    made: torch.Tensor = torch.ops.autoshard.expert_outer(*rows, own, transposed)
-    return made
+    def combine(
+        self, num_experts: int, x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """x [s, h] -> [t, h]."""
+        exchange = self._exchange(chosen, num_experts)
+        return exchange.back(_ops.combine(x, exchange.here, slots), len(chosen))
+
+    def dispatch_weights(
+        self, num_experts: int, weights: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """weights [t, k] -> [s]."""
+        exchange = self._exchange(chosen, num_experts)
+        found: torch.Tensor = _ops.dispatch_weights(exchange.there(weights), exchange.here, slots)
+        return found
+
+    def combine_weights(
+        self, num_experts: int, x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """x [s] -> [t, k]."""
+        exchange = self._exchange(chosen, num_experts)
+        return exchange.back(_ops.combine_weights(x, exchange.here, slots), len(chosen))

@@ -10,6 +10,7 @@ from math import prod
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Graph, LocalSize, Node, TensorType, refs_of
 from autoshard.ir.collectives import COLLECTIVES, CollectiveSpec, axes_of, is_ring, spec_of, wheres_of
+from autoshard.ir.experts import destinations
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
 from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
@@ -34,15 +35,13 @@ from autoshard.simulate.work import (
 AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
 _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 #: products of rows with rows
-_OUTER = frozenset(("autoshard.expert_outer.default", "autoshard.expert_outer_part.default"))
+_OUTER = frozenset(("autoshard.expert_outer.default",))
 _NORM_BACKWARD = "aten.native_layer_norm_backward.default"
 #: bytes of an element of a narrow copy
 _NARROW = 1
 #: products that may be of narrow factors
 NARROWED = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
-PRODUCTS = frozenset(
-    (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
-)
+PRODUCTS = frozenset((*matmul.RULES, *attention.RULES, *experts.RULES, "aten.addmm.default"))
 
 
 class Ops:
@@ -63,11 +62,13 @@ class Ops:
         found = self._bytes.get(key)
         if found is None:
             shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
-            found = self._bytes[key] = float(prod(shape) * DTYPES[type_.dtype][1])
+            found = self._bytes[key] = float(type_.held(prod(shape)) * DTYPES[type_.dtype][1])
         return found
 
     def shape(self, placed: PlacedValue) -> tuple[int, ...]:
-        return local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
+        """Elements per dim of a value on the rank, of slots of experts as many as there are on average."""
+        shape = local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
+        return shape if placed.type.filled is None else (placed.type.held(shape[0]), *shape[1:])
 
     def ways(self, node: Node) -> int:
         """Ranks between which a collective goes."""
@@ -395,16 +396,20 @@ class Ops:
         return size * packed_bytes(numels, node.args[3], node.args[4], width)
 
     def _exchange(self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue]) -> list[Work]:
-        """Rows sent to the ranks of their experts, the products, and results sent back."""
-        parts, axis_name, _, _ = node.args
+        """Tokens sent to the ranks of their experts and laid into slots there, or sums sent back."""
+        parts, axis_name, _ = node.args
         axis = self.mesh.index(str(axis_name))
-        product = self.work(product_of(node), values)
-        rows = [values[r.name] for r in parts]
-        before = [v for v in rows if len(v.type.shape) < 3]
-        after = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t and len(t.shape) < 3]
-        there = [CollectiveWork(spec.primitive, axis, self.nbytes(v)) for v in before]
-        back = [CollectiveWork(spec.primitive, axis, self.nbytes(v)) for v in after]
-        return [*there, *product, *back]
+        ins = [values[r.name] for r in parts]
+        slots = values[node.outs[0]] if len(ins) == 1 else ins[2]
+        tokens = ins[0] if ins[0].type.filled in (None, (1, 1)) else values[node.outs[0]]
+        sent = self.nbytes(tokens) * destinations(slots.type, self.mesh.sizes[axis])
+        local = self.work(product_of(node), values)
+        message = CollectiveWork(spec.primitive, axis, sent)
+        packed = MemoryWork(2.0 * sent)
+        if len(ins) == 1:
+            # first how many tokens go where
+            return [CollectiveWork(spec.primitive, axis, 8.0 * self.ways(node)), packed, message, *local]
+        return [packed, message, *local] if tokens is ins[0] else [*local, message, packed]
 
 
 def _outer(node: Node) -> int:
@@ -450,20 +455,19 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
 
 
 def product_of(node: Node) -> Node:
-    """The product on whole tensors, for one that exchanges rows; other ops as they are."""
+    """The op on whole tensors, for one that exchanges tokens; other ops as they are."""
     spec = spec_of(node)
     if spec is None or not spec.product:
         return node
-    rows, _, transposed, count = node.args
-    args = (*rows, count, transposed) if spec.counted else (*rows, transposed)
-    return replace(node, op=spec.product, args=args)
+    parts, _, count = node.args
+    return replace(node, op=spec.product, args=parts if len(parts) > 1 else (*parts, count))
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:
     """FLOP of a whole matrix product or attention; 0 where the rule does not know."""
     if node.op == "aten.addmm.default":
         return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
-    for rules in (matmul.RULES, attention.RULES, experts.RULES, experts.LOWERED):
+    for rules in (matmul.RULES, attention.RULES, experts.RULES):
         if node.op in rules:
             try:
                 return rules[node.op](node, ins).flops

@@ -13,7 +13,7 @@ from autoshard.ir import Arg, Node, Origin, Ref, TensorType
 from autoshard.ir.collectives import COLLECTIVES, TensorTransfer, TransferKind, transfers_of, wheres_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS
-from autoshard.ir.placement import Layout, Partial, layout_ok
+from autoshard.ir.placement import Layout, Partial, Shard, layout_ok
 from autoshard.passes.partition.insert_collectives import collective_node
 from autoshard.rules.local import MeshShape
 from autoshard.verify.hierarchical_collectives import wrong_precision, wrong_step
@@ -81,6 +81,11 @@ def _wrong(
         return f"it is given {before.type} and gives {after.type}"
     if not layout_ok(after.type.shape, after.layout, mesh.sizes):
         return f"{after.type} cannot lie as {_text(after.layout, mesh)}"
+    dims = {
+        p.dim for value in (before, after) for p in (value.layout[k] for k in axes) if isinstance(p, Shard)
+    }
+    if before.type.stays(*dims):
+        return "the slots of experts, and tokens that they refer to, stay where they are"
     step = step_between(before.type.shape, before.layout, after.layout, mesh.sizes)
     came = f"{_text(before.layout, mesh)} becomes {_text(after.layout, mesh)}"
     if len(axes) > 1 or (step is None and kind in ("all_gather", "reduce_scatter")):

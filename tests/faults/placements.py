@@ -65,12 +65,16 @@ def _offsets(program: Program, change: Callable[[LocalOffset], Any]) -> Iterator
 
 
 def wrong_exchange(program: Program) -> Iterator[Fault]:
-    """Rows go to the experts of another axis, or are counted for one expert more."""
+    """Tokens go to the experts of another axis, or there is one expert more."""
     axes = [a.split("=")[0] for a in program.mesh.split(",")]
     for name, number, node in sites(program):
-        if node.op in ("comm.expert_mm.default", "comm.expert_outer.default"):
+        if node.op in (
+            "comm.expert_route.default",
+            "comm.expert_dispatch.default",
+            "comm.expert_combine.default",
+        ):
             args = list(node.args)
-            args[3] += 1
+            args[2] += 1
             yield Fault(
                 replaced(program, name, number, replace(node, args=tuple(args))),
                 rules("arguments", "function"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import isfinite, isinf
 from typing import Any
 
 import pytest
@@ -22,37 +22,43 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.ir import Node, Ref, TensorType, refs_of
-from autoshard.ir.placement import R, Shard, chunk
+from autoshard.ir.placement import Layout, P, R, Shard, chunk
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.known_ops import known_ops
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, program_text
+from autoshard.rules.core import Factored
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import OpState, op_states
-from autoshard.runtime import exchange
-from autoshard.runtime.exchange import Send
+from autoshard.runtime.exchange import ExpertExchange
+from autoshard.runtime.lockstep.in_process import InProcess, Table
 from autoshard.simulate.estimate import Estimator
 
 f64 = torch.float64
-#: expert 1 has no row; the rows of 4 and -1 have no expert
-EXPERT = torch.tensor([3, 0, 0, 2, 4, 3, 0, -1, 3, 2])
+#: expert 1 has no token; 4 and -1 are none of the experts
+CHOSEN = torch.tensor([[3, 0], [0, 2], [4, 3], [0, -1], [3, 2]])
+_ops = torch.ops.autoshard
 
 
-def _tensors(transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(transposed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     make = torch.Generator().manual_seed(0)
-    x = torch.randn(10, 3, dtype=f64, generator=make)
-    weight = torch.randn((4, 5, 3) if transposed else (4, 3, 5), dtype=f64, generator=make)
-    return x, weight
+    x = torch.randn(5, 3, dtype=f64, generator=make)
+    weight = torch.randn((4, 6, 3) if transposed else (4, 3, 6), dtype=f64, generator=make)
+    return x, weight, torch.rand(5, 2, dtype=f64, generator=make)
 
 
-def _by_hand(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+def _by_hand(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Per token the weighted sum of what its experts make of it."""
     rows = []
-    for row, number in zip(x, EXPERT.tolist(), strict=True):
-        inside = 0 <= number < 4
-        matrix = weight[number] if inside else torch.zeros_like(weight[0])
-        rows.append(row @ (matrix.t() if transposed else matrix))
+    for row, numbers, scales in zip(x, CHOSEN.tolist(), scale, strict=True):
+        made = [
+            each * (row @ (weight[n].t() if transposed else weight[n]))
+            for n, each in zip(numbers, scales, strict=True)
+            if 0 <= n < 4
+        ]
+        rows.append(torch.stack(made).sum(0))
     return torch.stack(rows)
 
 
@@ -60,31 +66,64 @@ def _by_hand(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.T
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_row_meets_the_matrix_of_its_expert(transposed: bool) -> None:
-    x, weight = (t.requires_grad_() for t in _tensors(transposed))
-    found = torch.ops.autoshard.expert_mm(x, EXPERT, weight, transposed)
-    wanted = _by_hand(x, weight, transposed)
+def test_tokens_meet_their_experts(transposed: bool) -> None:
+    x, weight, scale = (t.requires_grad_() for t in _tensors(transposed))
+    chosen = _ops.choices(CHOSEN)
+    slots = _ops.route(chosen, 4)
+    assert len(slots) == 8
+    rows = _ops.expert_mm(_ops.dispatch(x, chosen, slots), slots, weight, transposed)
+    found = _ops.combine(rows * _ops.dispatch_weights(scale, chosen, slots)[:, None], chosen, slots)
+    wanted = _by_hand(x, weight, scale, transposed)
     torch.testing.assert_close(found, wanted)
-    assert not found[4].any() and not found[7].any()
     grad = torch.randn_like(found)
     for ours, theirs in zip(
-        torch.autograd.grad(found, (x, weight), grad),
-        torch.autograd.grad(wanted, (x, weight), grad),
+        torch.autograd.grad(found, (x, weight, scale), grad),
+        torch.autograd.grad(wanted, (x, weight, scale), grad),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_ops_are_well_formed(transposed: bool) -> None:
-    x, weight = (t.requires_grad_() for t in _tensors(transposed))
-    grad = torch.randn(10, 5, dtype=f64)
-    ops = torch.ops.autoshard
-    torch.library.opcheck(ops.expert_mm.default, (x, EXPERT, weight, transposed))
-    with torch.no_grad():
-        torch.library.opcheck(ops.expert_outer.default, (x, grad, EXPERT, 4, transposed))
-        torch.library.opcheck(ops.expert_mm_part.default, (x, EXPERT, weight, transposed, 2))
-        torch.library.opcheck(ops.expert_outer_part.default, (x, grad, EXPERT, 2, transposed, 1))
+def test_a_table_of_experts() -> None:
+    table = torch.randn(4, 3, dtype=f64, requires_grad=True)
+    slots = _ops.route(CHOSEN, 4)
+    found = _ops.expert_rows(table, slots)
+    wanted = table[torch.tensor([0, 0, 0, 2, 2, 3, 3, 3])]
+    torch.testing.assert_close(found, wanted)
+    grad = torch.randn_like(found)
+    ours, theirs = (torch.autograd.grad(y, table, grad)[0] for y in (found, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("wide", [2, 5])
+def test_columns_are_put_back(wide: int) -> None:
+    x = torch.randn(4, 3, 6, requires_grad=True)
+    part = x[..., 1:wide:2]
+    grad = torch.randn_like(part)
+    (wanted,) = torch.autograd.grad(part, x, grad)
+    assert torch.equal(_ops.put_columns(grad, 6, 1, wide, 2), wanted)
+
+
+def test_a_rank_without_tokens_or_experts() -> None:
+    x, weight, _ = _tensors(False)
+    none = _ops.route(CHOSEN[:0], 4)
+    assert none.shape == (0,)
+    assert _ops.expert_mm(x[:0], none, weight, False).shape == (0, 6)
+    assert not _ops.expert_outer(x[:0], x[:0], none, 4, False).any()
+    assert _ops.route_part(CHOSEN, 0, 4).shape == (0,)
+    elsewhere = _ops.route_part(CHOSEN, 2, 5)
+    assert not _ops.combine(x[:0], CHOSEN, elsewhere).any()
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    """What sums of a token in bfloat16 would lose one by one."""
+    chosen = torch.arange(64).reshape(1, 64)
+    slots = _ops.route(chosen, 64)
+    rows = torch.ones(64, 1, dtype=torch.bfloat16) * 1.0078125
+    few = _ops.route_part(chosen, 63, 0)
+    wanted = (rows[:63].float().sum(0)).to(torch.bfloat16)
+    assert torch.equal(_ops.combine(rows[:63], chosen, few)[0], wanted)
+    assert torch.equal(_ops.combine(rows, chosen, slots)[0], rows.float().sum(0).to(torch.bfloat16))
 
 
 def test_adding_ops_of_parts_are_well_formed() -> None:
@@ -96,15 +135,6 @@ def test_adding_ops_of_parts_are_well_formed() -> None:
     torch.testing.assert_close(whole, x[:, 0] + torch.tensor([2.0, 1.0, 0.0, 2.0]))
     later = ops.scatter_add_part(x[:, 0], 0, index, torch.ones(5), [5])
     torch.testing.assert_close(later, torch.tensor([2.0, 1.0, 0.0, 2.0]))
-
-
-def test_a_rank_without_rows_or_experts() -> None:
-    x, weight = _tensors(False)
-    none = torch.ops.autoshard.expert_mm(x[:0], EXPERT[:0], weight, False)
-    assert none.shape == (0, 5)
-    zeros = torch.ops.autoshard.expert_mm_part(x, EXPERT, weight[:0], False, 4)
-    assert zeros.shape == (10, 5) and not zeros.any()
-    assert torch.ops.autoshard.expert_outer_part(x, x, EXPERT, 0, False, 4).shape == (0, 3, 3)
 
 
 # -- Hugging Face --------------------------------------------------------------------------------------
@@ -297,53 +327,37 @@ def test_load_balancing_loss(mesh: str) -> None:
 # -- expert parallelism --------------------------------------------------------------------------------
 
 
-class _Threads:
-    """Ranks of one group as threads that exchange rows."""
-
-    def __init__(self, ways: int) -> None:
-        self.ways, self.barrier = ways, threading.Barrier(ways, timeout=60)
-        self.posted: list[list[torch.Tensor]] = [[] for _ in range(ways)]
-
-    def transport(self, rank: int) -> Send:
-        def send(x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-            self.posted[rank] = list(x.split(list(sent)))
-            self.barrier.wait()
-            given = [self.posted[k][rank] for k in range(self.ways)]
-            self.barrier.wait()
-            assert [len(part) for part in given] == list(received)
-            return torch.cat(given)
-
-        return send
-
-    def run(self, body: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        with ThreadPoolExecutor(self.ways) as pool:
-            return list(pool.map(body, range(self.ways)))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("ways", "cuts"), [(2, (7, 3)), (3, (4, 0, 6)), (4, (1, 2, 3, 4))])
-def test_rows_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ...], transposed: bool) -> None:
-    """Ranks hold different numbers of rows and experts, one of them none at all."""
-    count = 5 if ways < 4 else 6
-    experts = torch.tensor([0, 4, 1, 1, 9, 2, -1, 4, 0, 4])
+def test_tokens_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ...]) -> None:
+    """Ranks hold different numbers of tokens, one of them none at all."""
+    count = 2 * ways
     make = torch.Generator().manual_seed(3)
-    x, grad = torch.randn(10, 3, dtype=f64, generator=make), torch.randn(10, 4, dtype=f64, generator=make)
-    weight = torch.randn((count, 4, 3) if transposed else (count, 3, 4), dtype=f64, generator=make)
-    rows = list(zip(x.split(cuts), grad.split(cuts), experts.split(cuts), strict=True))
+    chosen = torch.stack([torch.randperm(count + 1, generator=make)[:2] for _ in range(10)])
+    x, weight = torch.randn(10, 3, dtype=f64, generator=make), torch.randn(count, 3, 4, dtype=f64)
     held = [weight[start : start + n] for start, n in (chunk(count, ways, k) for k in range(ways))]
-    threads = _Threads(ways)
+    table = Table(ways)
+    messages: list[int] = []
 
-    def product(rank: int) -> torch.Tensor:
-        own = (rows[rank][0], rows[rank][2], held[rank])
-        return exchange.expert_mm(own, transposed, count, ways, rank, threads.transport(rank))
+    def step(rank: int) -> torch.Tensor:
+        over = InProcess(table, rank)
 
-    def outer(rank: int) -> torch.Tensor:
-        return exchange.expert_outer(rows[rank], transposed, count, ways, rank, threads.transport(rank))
+        def send(rows: torch.Tensor, sent: Sequence[int], given: Sequence[int]) -> torch.Tensor:
+            messages.append(rank)
+            return over.exchange(rows, sent, given)()
 
-    whole = torch.ops.autoshard.expert_mm(x, experts, weight, transposed)
-    torch.testing.assert_close(torch.cat(threads.run(product)), whole)
-    gradient = torch.ops.autoshard.expert_outer(x, grad, experts, count, transposed)
-    torch.testing.assert_close(torch.cat(threads.run(outer)), gradient)
+        exchange = ExpertExchange(ways, rank, send)
+        own, mine = x.split(cuts)[rank], chosen.split(cuts)[rank]
+        slots = exchange.route(count, mine)
+        rows = _ops.expert_mm(exchange.dispatch(count, own, mine, slots), slots, held[rank], False)
+        return exchange.combine(count, rows, mine, slots)
+
+    slots = _ops.route(chosen, count)
+    rows = _ops.expert_mm(_ops.dispatch(x, chosen, slots), slots, weight, False)
+    with ThreadPoolExecutor(ways) as pool:
+        found = torch.cat(list(pool.map(step, range(ways))))
+    torch.testing.assert_close(found, _ops.combine(rows, chosen, slots))
+    # counts, choices, tokens there and sums back: who goes where is agreed on once
+    assert [messages.count(rank) for rank in range(ways)] == [4] * ways
 
 
 @functools.cache
@@ -370,8 +384,9 @@ def test_experts_are_split_over_the_axis_that_splits_tokens(mesh: str) -> None:
     pytest.importorskip("transformers")
     made, model, inputs = _expert_parallel(mesh)
     ops = [n.op for s in made.lowered.segments.values() for n in s.graph.nodes]
-    assert ops.count("comm.expert_mm.default") == 4  # up and down, forward and backward, one layer's text
-    assert ops.count("comm.expert_outer.default") == 2
+    # once there and back, forward and backward, one layer's text
+    assert ops.count("comm.expert_route.default") == 1
+    assert ops.count("comm.expert_dispatch.default") == ops.count("comm.expert_combine.default") == 2
     errors = compare_step(made, model, inputs)
     assert max(errors.values()) < RTOL
 
@@ -396,7 +411,7 @@ def test_an_exchange_prints_parses_and_has_a_price() -> None:
     pytest.importorskip("transformers")
     made, _, _ = _expert_parallel("fsdp=2,tp=2")
     text = program_text(made)
-    assert "comm.expert_mm((" in text
+    assert "comm.expert_dispatch((" in text and "i64[384*2/16]" in text
     lowered, ports, _ = parse_program(text, axis_names(made.mesh), known_ops())
     for name, segment in lowered.segments.items():
         original = made.lowered.segments[name].graph
@@ -405,51 +420,64 @@ def test_an_exchange_prints_parses_and_has_a_price() -> None:
         ]
     assert [p.name for p in ports] == [p.name for p in made.signature.ports]
     rows = {t.kind: t for t in Estimator(made, load_cluster("h100-dgx")).traffic()}
-    assert rows["expert_mm"].wire > 0 and rows["expert_outer"].wire > 0
+    assert rows["expert_dispatch"].wire > 0 and rows["expert_combine"].wire > 0
+
+
+def _dispatch(
+    tokens: int, width: int, experts: int, dtype: str
+) -> tuple[Factored, list[TensorType], TensorType]:
+    """(rule, types given, type made) of a dispatch of tokens of two experts each."""
+    x, chosen = TensorType((tokens, width), dtype), TensorType((tokens, 2), "i64", (1, 1))
+    slots = TensorType((experts * tokens,), "i64", (2, experts))
+    out = TensorType((experts * tokens, width), dtype, (2, experts))
+    node = Node("autoshard.dispatch.default", (Ref("x"), Ref("c"), Ref("s")), (), ("y",), (out,))
+    return RULES[node.op](node, [x, chosen, slots]), [x, chosen, slots], out
 
 
 def test_the_price_of_an_exchange() -> None:
-    """Two all-to-alls of rows and the list of experts, besides the work, which is divided."""
-    x, expert = TensorType((4096, 512), "bf16"), TensorType((4096,), "i64")
-    weight, out = TensorType((16, 512, 1024), "bf16"), TensorType((4096, 1024), "bf16")
-    args = (Ref("x"), Ref("e"), Ref("w"), False)
-    node = Node("autoshard.expert_mm.default", args, (), ("y",), (out,))
-    rule = RULES[node.op](node, [x, expert, weight])
+    """One all-to-all with a copy of a token for every rank that has an expert of its choice."""
+    rule, types, out = _dispatch(4096, 512, 16, "bf16")
     split = (Shard(0),)
     state = OpState((split, split, split), (split,), 4)
-    whole = OpState((split, split, (R,)), (split,), 4)
-    cluster = load_cluster("h100-dgx")
-    prices = cost_model(cluster, Mesh.parse("fsdp=4"))
-    types = [x, expert, weight]
-    link = prices.reshard.links[0]
-    sent = sum(seconds("all_to_all", t.nbytes / 4, link) for t in (x, expert, out))
+    prices = cost_model(load_cluster("h100-dgx"), Mesh.parse("fsdp=4"))
+    copies = 4 * (1 - (3 / 4) ** 2)
+    sent = seconds("all_to_all", types[0].nbytes / 4 * copies, prices.reshard.links[0])
     assert prices.exchange_seconds(rule, types, [out], state, (4,)) == pytest.approx(sent)
-    exchanged, split_by_rows = prices.op_seconds(rule, types, [out], [state, whole], (4,))
-    alone = prices.op_seconds(replace(rule, exchange=()), types, [out], [state], (4,))
-    assert exchanged == alone  # what is sent is priced apart
-    assert split_by_rows >= exchanged
+    tokens = (Shard(0, 16),)
+    apart = OpState((split, split, tokens), (tokens,), 4)
+    assert prices.exchange_seconds(rule, types, [out], apart, (4,)) == 0.0
+    assert out.nbytes == 4096 * 2 * 512 * 2  # rows that exist
 
 
 def test_states_that_exchange() -> None:
     """At most one axis exchanges, and then the experts are split over no other axis."""
-    x, expert = TensorType((8, 6), "f32"), TensorType((8,), "i64")
-    weight, out = TensorType((4, 6, 6), "f32"), TensorType((8, 6), "f32")
-    args = (Ref("x"), Ref("e"), Ref("w"), False)
-    node = Node("autoshard.expert_mm.default", args, (), ("y",), (out,))
-    rule = RULES[node.op](node, [x, expert, weight])
+    rule, types, out = _dispatch(8, 6, 4, "f32")
     digits = [[(1, n, k)] for k, n in enumerate(rule.sizes)]
-    states = op_states(rule, [x, expert, weight], [out], digits, (2, 2), lambda axis, classes: True)
+    states = op_states(rule, types, [out], digits, (2, 2), lambda axis, classes: True)
     exchanging = [s for s in states if rule.exchanged(s.inputs, s.outputs) is not None]
     assert exchanging
     for state in exchanging:
         split = [axis for axis, p in enumerate(state.inputs[2]) if p == Shard(0)]
         assert len(split) == 1
         assert state.inputs[0][split[0]] == state.outputs[0][split[0]] == Shard(0)  # type: ignore[index]
-    rows = [s for s in exchanging if s.inputs[0] == (Shard(0), Shard(0))]
-    assert {s.ways for s in rows} == {4}
-    # an axis that may not split the rows exchanges nothing
-    tokens = {k for k, dims in enumerate(rule.sizes) if (k,) == rule.inputs[1][0]}
-    none = op_states(
-        rule, [x, expert, weight], [out], digits, (2,), lambda axis, classes: not classes & tokens
-    )
+    assert {s.ways for s in exchanging if s.inputs[0] == (Shard(0), Shard(0))} == {4}
+    # an axis that may not split the tokens exchanges nothing
+    tokens = {0}
+    none = op_states(rule, types, [out], digits, (2,), lambda axis, classes: not classes & tokens)
     assert all(rule.exchanged(s.inputs, s.outputs) is None for s in none)
+
+
+def test_slots_stay_where_they_are() -> None:
+    """No collective joins or cuts them, whatever it would cost."""
+    cost = cost_model(load_cluster("h100-dgx"), Mesh.parse("fsdp=4")).reshard
+    _, _, rows = _dispatch(8, 8, 4, "f32")
+    by_token, by_expert, columns = (Shard(0, 4),), (Shard(0),), (Shard(1),)
+    table = cost.table(rows, [by_token, by_expert, columns, (R,), (P,)])
+    seconds_between = table.seconds
+
+    def between(a: Layout, b: Layout) -> float:
+        return float(seconds_between[table.index[a], table.index[b]])
+
+    assert isinf(between(by_token, by_expert)) and isinf(between(by_expert, (R,)))
+    assert isinf(between((P,), by_token))
+    assert isfinite(between((P,), (R,))) and isfinite(between(columns, (R,)))

@@ -68,7 +68,7 @@ def test_a_row_fits_its_name(op: str) -> None:
     assert (spec.op, spec_named(f"comm.{spec.name}")) == (op, spec)
     assert spec.bucket == spec.name.endswith("_bucket")
     assert bool(spec.product) == (spec.family == "experts")
-    node = Node(op, (("rows",), "tp", False, 4), (), ("y",), ())
+    node = Node(op, (("rows",), "tp", 4), (), ("y",), ())
     assert is_message(node) == (spec.transfer != "slice")
     assert product_of(node).op == (spec.product or op)
 

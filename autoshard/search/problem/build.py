@@ -233,6 +233,12 @@ class _Builder:
     def _allowed(self, axis: int, classes: frozenset[int]) -> bool:
         return self._meaning_allows(self.meanings[axis], classes)
 
+    def _allowed_slots(self, axis: int, classes: frozenset[int]) -> bool:
+        """The same of an op on tokens that were sent to their experts, over an axis that splits tokens."""
+        meaning, experts = self.meanings[axis], classes & self.model.digits.experts
+        sends = meaning.splits_batch_inside or meaning.divides_sequence
+        return bool(sends and experts) or self._meaning_allows(meaning, classes)
+
     def _meaning_allows(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
         """Whether an axis of this meaning may split what belongs to these classes."""
         digits = self.model.digits
@@ -270,7 +276,9 @@ class _Builder:
         if key not in cache:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
             digits = self.model.digits.factors[name, number]
-            cache[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, self._allowed, must))
+            # ops that send tokens divide these over an axis, and experts with them
+            allowed = self._allowed if rule.exchange else self._allowed_slots
+            cache[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, allowed, must))
         return cache[key]
 
     def _call(self, name: str, number: int, states: tuple[OpState, ...]) -> CallGroup:

@@ -1,0 +1,99 @@
+"""Says of a traced graph which values are of slots of experts, and frees its ops from how many there are.
+
+A trace counts a slot for every expert and token (`autoshard.ops.experts`), so that sizes in the arguments of
+ops would be too large for the rows that exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoshard.errors import CaptureError
+from autoshard.ir import Arg, Graph, Node, TensorType, refs_of
+
+_CHOICES, _ROUTE = "autoshard.choices.default", "autoshard.route.default"
+#: what is given slots and makes no value of slots
+_ENDS = frozenset(
+    (
+        "autoshard.combine.default",
+        "autoshard.combine_weights.default",
+        "autoshard.expert_outer.default",
+        "autoshard.expert_sum.default",
+    )
+)
+#: ops with the shape of their result as the second argument
+_SHAPED = frozenset(("aten.reshape.default", "aten.expand.default"))
+_SLICE_BACKWARD = "aten.slice_backward.default"
+
+
+def with_slots(graph: Graph) -> Graph:
+    """The graph with `TensorType.filled` where values are of slots.
+
+    Raises CaptureError for an op on them that is not known to treat rows alike.
+    """
+    if all(node.op != _CHOICES for node in graph.nodes):
+        return graph
+    types = dict(graph.types())
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        made = _filled(node, [types[r] for r in refs_of(node)])
+        types.update((o, t) for o, t in zip(made.outs, made.types, strict=True) if t is not None)
+        nodes.append(made)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _filled(node: Node, ins: Sequence[TensorType]) -> Node:
+    if node.op == _CHOICES:
+        return _with(node, (1, 1))
+    if node.op == _ROUTE:
+        experts = node.args[1]
+        return _with(node, (min(ins[0].shape[1], experts), experts))
+    slots = next((t for t in ins if t.filled not in (None, (1, 1))), None)
+    if slots is None or node.op in _ENDS:
+        return node
+    count = slots.shape[0]
+    for out in node.types:
+        if out is not None and (not out.shape or out.shape[0] != count) and count in out.shape:
+            raise _refusal(node)
+    if all(out is None or out.shape[:1] != (count,) for out in node.types):
+        return node  # a sum over all slots
+    assert slots.filled is not None
+    return _with(_without_count(node, count), slots.filled)
+
+
+def _with(node: Node, filled: tuple[int, int]) -> Node:
+    return replace(node, types=tuple(t and replace(t, filled=filled) for t in node.types))
+
+
+def _without_count(node: Node, count: int) -> Node:
+    """The op, told no number of slots."""
+    out = node.types[0]
+    assert out is not None
+    if node.op in _SHAPED:
+        return replace(node, args=(node.args[0], (-1, *out.shape[1:]), *node.args[2:]))
+    if node.op == _SLICE_BACKWARD:
+        grad, sizes, dim, start, end, step = node.args
+        if dim % len(sizes) != len(sizes) - 1:
+            raise _refusal(node)
+        args = (grad, sizes[-1], start or 0, min(sizes[-1], end), step)
+        return replace(node, op="autoshard.put_columns.default", args=args)
+    if _holds(node.args, count):
+        raise _refusal(node)
+    return node
+
+
+def _holds(arg: Arg, count: int) -> bool:
+    """Whether a shape among arguments begins with a number of rows."""
+    if isinstance(arg, tuple):
+        return (len(arg) > 1 and arg[0] == count) or any(_holds(a, count) for a in arg)
+    return False
+
+
+def _refusal(node: Node) -> CaptureError:
+    return CaptureError(
+        f"{node.op} is called on the rows of experts, of which a batch says how many there are",
+        where=node.origin.source or node.origin.fqn,
+        why="only ops that treat every row alike can run on them",
+        hint="keep the rows of experts along dim 0",
+    )

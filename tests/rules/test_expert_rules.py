@@ -1,0 +1,258 @@
+"""Rules of ops on slots of experts against the truth. What a rank holds of slots is no range of them, so that
+every state is checked by what its slots stand for: pairs of an expert and a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.ir import Graph, Node, Ref, TensorType
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.placement import Layout, Partial, R, Shard, local_shape
+from autoshard.rules.experts import RULES
+from autoshard.rules.local import LocalCall, MeshShape
+from autoshard.rules.states import OpState, op_states
+from autoshard.runtime.lockstep.in_process import Together
+from autoshard.runtime.prepared_steps import PreparedSegment
+from autoshard.runtime.resolve import RankView
+from autoshard.runtime.shard_utils import reduce_parts, shard_tensor
+from autoshard.verify.rule_check import MESHES, digits_of
+
+TOKENS, EACH, EXPERTS, WIDE, COLUMNS = 8, 2, 4, 6, 4
+f64 = torch.float64
+#: expert 1 has no token, two choices are none of the experts
+CHOSEN = torch.tensor([[3, 0], [0, 2], [2, 3], [4, 0], [3, 2], [0, -1], [0, 3], [2, 0]])
+_ops = torch.ops.autoshard
+SLOTS = _ops.route(CHOSEN, EXPERTS)
+#: of every row, its place among all pairs of an expert and a token
+PLACES = (SLOTS >> 32) * TOKENS + (SLOTS & 0xFFFFFFFF) // EACH
+FILLED = (EACH, EXPERTS)
+
+
+def _real(*shape: int) -> torch.Tensor:
+    make = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=f64, generator=make)
+
+
+_ROWS = len(SLOTS)
+#: op -> its arguments
+CALLS: list[tuple[str, tuple[Any, ...]]] = [
+    ("choices", (CHOSEN,)),
+    ("route", (CHOSEN, EXPERTS)),
+    ("dispatch", (_real(TOKENS, WIDE), CHOSEN, SLOTS)),
+    ("combine", (_real(_ROWS, WIDE), CHOSEN, SLOTS)),
+    ("dispatch_weights", (_real(TOKENS, EACH), CHOSEN, SLOTS)),
+    ("combine_weights", (_real(_ROWS), CHOSEN, SLOTS)),
+    ("expert_mm", (_real(_ROWS, WIDE), SLOTS, _real(EXPERTS, WIDE, COLUMNS), False)),
+    ("expert_mm", (_real(_ROWS, WIDE), SLOTS, _real(EXPERTS, COLUMNS, WIDE), True)),
+    ("expert_outer", (_real(_ROWS, WIDE), _real(_ROWS, COLUMNS), SLOTS, EXPERTS, False)),
+    ("expert_outer", (_real(_ROWS, WIDE), _real(_ROWS, COLUMNS), SLOTS, EXPERTS, True)),
+    ("expert_rows", (_real(EXPERTS, WIDE), SLOTS)),
+    ("expert_sum", (_real(_ROWS, WIDE), SLOTS, EXPERTS)),
+    ("put_columns", (_real(_ROWS, 3), WIDE, 1, 6, 2)),
+]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor on one device, with its type in a program. slots: whether it has a row for each."""
+
+    x: torch.Tensor
+    type: TensorType
+    slots: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Value:
+        slots = x.shape[0] == _ROWS
+        shape = (EXPERTS * TOKENS, *x.shape[1:]) if slots else tuple(x.shape)
+        filled = FILLED if slots else (1, 1) if x is CHOSEN else None
+        return cls(x, TensorType(shape, "f64" if x.is_floating_point() else "i64", filled), slots)
+
+
+def test_what_the_checks_stand_on() -> None:
+    assert _ROWS not in (TOKENS, EXPERTS, WIDE, COLUMNS, EACH)
+    assert torch.equal(PLACES, PLACES.sort().values)
+
+
+def _held(layout: Layout, view: RankView) -> torch.Tensor:
+    """The places of a rank's slots, in the order of experts, then of tokens."""
+    rows = tuple(p if isinstance(p, Shard) and p.dim == 0 else R for p in layout)
+    return shard_tensor(torch.arange(EXPERTS * TOKENS), rows, view.sizes, view.coords)
+
+
+def _rows_at(x: torch.Tensor, layout: Layout, view: RankView, places: torch.Tensor) -> torch.Tensor:
+    """The rows of a rank's slots, of its columns."""
+    columns = tuple(p if isinstance(p, Shard) and p.dim > 0 else R for p in layout)
+    return shard_tensor(x[torch.searchsorted(PLACES, places)], columns, view.sizes, view.coords).clone()
+
+
+def _with_rows(places: torch.Tensor) -> torch.Tensor:
+    return places[torch.isin(places, PLACES)]
+
+
+def _codes(layout: Layout, view: RankView) -> torch.Tensor:
+    """The slots of a rank that sees the tokens of its slots and no others."""
+    held = _held(layout, view)
+    rows = _with_rows(held)
+    tokens = held[held // TOKENS == held[0] // TOKENS] % TOKENS
+    at = {int(token): k for k, token in enumerate(tokens)}
+    found = []
+    for place in rows.tolist():
+        expert, token = divmod(place, TOKENS)
+        choice = int((CHOSEN[token] == expert).nonzero()[0])
+        found.append(((expert - int(held[0]) // TOKENS) << 32) | (at[token] * EACH + choice))
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _terms(x: torch.Tensor, layout: Layout, view: RankView) -> torch.Tensor:
+    """The terms of a sum that is pending: all of it on the first rank."""
+    pending = [c for c, p in zip(view.coords, layout, strict=True) if isinstance(p, Partial)]
+    return x if not any(pending) else torch.zeros_like(x)
+
+
+def _part(value: _Value, layout: Layout, view: RankView, places: torch.Tensor) -> torch.Tensor:
+    """What a rank holds. places: of its slots."""
+    x = _terms(value.x, layout, view)
+    if value.slots:
+        return _rows_at(x, layout, view, places)
+    return shard_tensor(x, layout, view.sizes, view.coords).clone()
+
+
+@pytest.mark.parametrize(("name", "args"), CALLS, ids=[f"{n}-{k}" for k, (n, _) in enumerate(CALLS)])
+def test_every_state_gives_the_op(name: str, args: tuple[Any, ...]) -> None:
+    op = f"autoshard.{name}.default"
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    ins = [_Value.of(x) for x in tensors]
+    out = _Value.of(getattr(_ops, name)(*args))
+    if name == "choices":
+        out = replace(out, type=replace(out.type, filled=(1, 1)))
+    names = iter("xyzw")
+    node = Node(
+        op,
+        tuple(Ref(next(names)) if isinstance(a, torch.Tensor) else a for a in args),
+        (),
+        ("out",),
+        (out.type,),
+    )
+    rule = RULES[op](node, [v.type for v in ins])
+    exchanged, divided = 0, 0
+    digits = digits_of(rule)
+    if name == "put_columns":  # of slots in one dim, an axis splits experts or tokens
+        digits[0] = [d for d in digits[0] if d[:2] == (1, EXPERTS) or d[0] % EXPERTS == 0]
+    for sizes in MESHES:
+        states = op_states(rule, [v.type for v in ins], [out.type], digits, sizes, lambda axis, classes: True)
+        for state in states:
+            exchanged += _check(node, ins, out, rule.local, state, sizes)
+            divided += state.ways > 1
+    assert divided
+    assert bool(exchanged) == bool(rule.exchange)
+
+
+def _check(
+    node: Node, ins: Sequence[_Value], out: _Value, local: Any, state: OpState, sizes: tuple[int, ...]
+) -> bool:
+    names = tuple("abc"[: len(sizes)])
+    views = [RankView(names, sizes, coords) for coords in product(*map(range, sizes))]
+    told = f"{node.op} on {sizes}: {state.inputs} -> {state.outputs}"
+    types = tuple(v.type for v in ins)
+    if local is not None:
+        node = local(LocalCall(node, types, state.inputs, state.outputs, MeshShape(names, sizes)))
+    together = Together(views)
+    codes, places = _slots(node, ins, out.slots, state, views, together)
+    parts = [
+        [
+            codes[k] if value.x is SLOTS else _part(value, layout, view, places[k])
+            for value, layout in zip(ins, state.inputs, strict=True)
+        ]
+        for k, view in enumerate(views)
+    ]
+    layout = state.outputs[0]
+    assert layout is not None
+    if is_collective(node):
+        calls = [
+            partial(ranks.of("", node, view), xs, *node.args[1:])
+            for ranks, view, xs in zip(together.ranks, views, parts, strict=True)
+        ]
+        made = together.run(node, calls)
+    else:
+        inputs = tuple((f"{n}", t) for n, t in zip("xyzw", types, strict=False))
+        graph = Graph("sample", inputs, (node,), node.outs)
+        runs = [PreparedSegment(graph, view, partial, torch.device("cpu")) for view in views]
+        made = [run(xs, 0)[0] for run, xs in zip(runs, parts, strict=True)]
+    if "route" in node.op:
+        for found, wanted in zip(made, codes, strict=True):
+            assert torch.equal(found, wanted), told
+        return is_collective(node)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, view in enumerate(views):
+        key = tuple(c for c, p in zip(view.coords, layout, strict=True) if not isinstance(p, Partial))
+        groups.setdefault(key, []).append(rank)
+    for ranks in groups.values():
+        found = reduce_parts([made[r] for r in ranks], "sum") if len(ranks) > 1 else made[ranks[0]]
+        if out.slots:
+            wanted = _rows_at(out.x, layout, views[ranks[0]], places[ranks[0]])
+        else:
+            wanted = shard_tensor(out.x, layout, sizes, views[ranks[0]].coords)
+            assert tuple(found.shape) == local_shape(out.x.shape, layout, sizes, views[ranks[0]].coords)
+        torch.testing.assert_close(found, wanted, msg=lambda text: f"{told}: {text}")
+    return is_collective(node)
+
+
+def _without(coords: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*coords[:axis], *coords[axis + 1 :])
+
+
+def _slots(
+    node: Node,
+    ins: Sequence[_Value],
+    slots_made: bool,
+    state: OpState,
+    views: Sequence[RankView],
+    together: Together,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(slots of every rank, their places in the order of its rows)."""
+    laid = [*zip(ins, state.inputs, strict=True)]
+    made = state.outputs[0]
+    assert made is not None
+    layout = next((lay for value, lay in laid if value.slots), made if slots_made else None)
+    if layout is None:
+        return [SLOTS] * len(views), [PLACES] * len(views)
+    if not is_collective(node):
+        return (
+            [_codes(layout, view) for view in views],
+            [_with_rows(_held(layout, view)) for view in views],
+        )
+    axis = node.args[1]
+    tokens = next(lay for value, lay in laid if value.x is CHOSEN)
+    chosen = [shard_tensor(CHOSEN, tokens, view.sizes, view.coords) for view in views]
+    numbers = [
+        shard_tensor(torch.arange(TOKENS)[:, None], tokens, view.sizes, view.coords).clone() for view in views
+    ]
+    ranks = list(zip(together.ranks, views, strict=True))
+    route = [
+        partial(each.expert_route, view, [chosen[k]], axis, EXPERTS) for k, (each, view) in enumerate(ranks)
+    ]
+    codes = together.run(replace(node, op="comm.expert_route.default"), route)
+    spread = [
+        partial(each.expert_dispatch, view, [numbers[k], chosen[k], codes[k]], axis, EXPERTS)
+        for k, (each, view) in enumerate(ranks)
+    ]
+    came = together.run(replace(node, op="comm.expert_dispatch.default"), spread)
+    places = []
+    at = views[0].names.index(axis)
+    for code, token, view in zip(codes, came, views, strict=True):
+        held = _held(layout, view)
+        found = ((code >> 32) + held[0] // TOKENS) * TOKENS + token[:, 0]
+        # of the tokens of all ranks of the axis, those that chose an expert of the rank
+        group = [k for k, v in enumerate(views) if _without(v.coords, at) == _without(view.coords, at)]
+        seen = torch.cat([numbers[k][:, 0] for k in group])
+        pairs = (held // TOKENS).unique()[:, None] * TOKENS + seen
+        assert torch.equal(found.sort().values, _with_rows(pairs.flatten().sort().values))
+        places.append(found)
+    return codes, places
