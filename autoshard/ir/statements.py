@@ -117,15 +117,18 @@ def repeats_of(whole: Statements) -> dict[str, str]:
     Two ops give the same if they are the same op on the same values, or on values that are the same.
     """
     known: dict[_What, tuple[str, ...]] = {}
-    same: dict[str, str] = {}
+    #: value -> the first that equals it: layers may make the same of an input, each for itself
+    first: dict[str, str] = {}
+    found: dict[str, str] = {}
     forms = _Forms(whole.lowered)
     for statement in whole.all:
-        key = forms.what(statement, same)
+        key = forms.what(statement, first)
         if not statement.backward:
-            known.setdefault(key, statement.makes)
+            first.update(zip(statement.makes, known.setdefault(key, statement.makes), strict=True))
         elif key in known:
-            same.update(zip(statement.makes, known[key], strict=True))
-    return same
+            first.update(zip(statement.makes, known[key], strict=True))
+            found.update(zip(statement.makes, known[key], strict=True))
+    return found
 
 
 def firsts_of(whole: Statements) -> dict[str, str]:
