@@ -83,12 +83,11 @@ def combine_weights(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) 
 
 
 def _spans(slots: torch.Tensor, count: int) -> Iterator[tuple[int, slice]]:
-    """(expert, its range among the slots) of all experts that have slots."""
+    """(expert, its range among the slots) of all experts."""
     ends = torch.bincount(slots >> _PAIR_BITS, minlength=count).cumsum(0).tolist()
     begin = 0
     for number, end in enumerate(ends):
-        if end > begin:
-            yield number, slice(begin, end)
+        yield number, slice(begin, end)
         begin = end
 
 
@@ -112,9 +111,9 @@ def expert_outer(
     x [s, k], grad [s, n], slots [s] -> [num_experts, k, n] ([num_experts, n, k] if ``transposed``).
     """
     left, right = (grad, x) if transposed else (x, grad)
-    out = x.new_zeros((num_experts, left.shape[1], right.shape[1]))
+    out = x.new_empty((num_experts, left.shape[1], right.shape[1]))
     for number, span in _spans(slots, num_experts):
-        torch.mm(left[span].t(), right[span], out=out[number])
+        torch.mm(left[span].t(), right[span], out=out[number])  # zeros of an expert without rows
     return out
 
 

@@ -85,7 +85,8 @@ def candidate_meshes(
 ) -> list[Staged]:
     """Every mesh that fits the wiring of a cluster, alone and as one of several pipeline ranks.
 
-    experts: that a model has, over which an axis of its own may divide ranks; not within pipelines.
+    experts: that a model has, over which an axis of its own may divide ranks; within pipelines on machines of
+    one kind.
 
     Of pipelines on a cluster of unlike groups, those whose ranks are each in one group, or whole groups.
     """
@@ -99,7 +100,9 @@ def candidate_meshes(
         if ranks > max(1, layers):
             continue
         pipes = _pipes(ranks, layers, options)
-        inner = inner_candidates(machine, world // ranks, ranks) if pipes else ()
+        inner = inner_candidates(machine, world // ranks, ranks) if pipes else []
+        if pipes and not machine.groups:
+            inner = [*inner, *expert_candidates(machine, world // ranks, experts)]
         for mesh in (m for each in inner for m in (each, *_with_context(each, ranks, total))):
             if (*given, total)[0] % data_ways(mesh) == 0:
                 candidates.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, options)))

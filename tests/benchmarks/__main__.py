@@ -2,7 +2,7 @@
 ``peers``, ``tools PATH``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, rivals,
-max-lengths, context.
+max-lengths, context, experts.
 Runs benchmarks and prints their tables; without a name, planning, steps and estimates.
 """
 
@@ -48,6 +48,14 @@ def context() -> None:
     from benchmarks.steps import measured, print_steps
 
     print_steps(CONSOLE, measured("context_worker"), "Llama, 2 layers, hidden 256, cp=4")
+
+
+def experts() -> None:
+    """Step time of a mixture of experts over four gloo processes, beside FSDP2 and transformers' own."""
+    from benchmarks.steps import measured, print_steps
+
+    what = "Mixtral, 4 layers, hidden 256, 16 experts of 512, two for each token"
+    print_steps(CONSOLE, measured("experts_worker"), what)
 
 
 def estimates() -> None:
@@ -275,6 +283,7 @@ BENCHMARKS = {
     "rivals": rivals,
     "max-lengths": max_lengths,
     "context": context,
+    "experts": experts,
 }
 #: those that take arguments
 ASKED = {"published": published, "same": same, "sweep": sweep, "agree": agree, "peers": peers, "tools": tools}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -327,12 +328,15 @@ def test_load_balancing_loss(mesh: str) -> None:
 # -- expert parallelism --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize(("ways", "cuts"), [(2, (7, 3)), (3, (4, 0, 6)), (4, (1, 2, 3, 4))])
-def test_tokens_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ...]) -> None:
-    """Ranks hold different numbers of tokens, one of them none at all."""
+def test_tokens_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ...], one: bool) -> None:
+    """Ranks hold different numbers of tokens, one of them none at all. one: all go to the last expert."""
     count = 2 * ways
     make = torch.Generator().manual_seed(3)
     chosen = torch.stack([torch.randperm(count + 1, generator=make)[:2] for _ in range(10)])
+    if one:
+        chosen = torch.full((10, 1), count - 1)
     x, weight = torch.randn(10, 3, dtype=f64, generator=make), torch.randn(count, 3, 4, dtype=f64)
     held = [weight[start : start + n] for start, n in (chunk(count, ways, k) for k in range(ways))]
     table = Table(ways)
@@ -389,6 +393,23 @@ def test_experts_are_split_over_the_axis_that_splits_tokens(mesh: str) -> None:
     assert ops.count("comm.expert_dispatch.default") == ops.count("comm.expert_combine.default") == 2
     errors = compare_step(made, model, inputs)
     assert max(errors.values()) < RTOL
+
+
+@pytest.mark.parametrize("mesh", ["ep=4", "ep=2,tp=2", "fsdp=2,ep=2"])
+def test_experts_and_ranks_without_tokens(mesh: str) -> None:
+    """Routers that know but two pairs of experts: most get no token, and neither do some ranks."""
+    pytest.importorskip("transformers")
+    made, model, inputs = _expert_parallel(mesh)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("gate.weight"):
+                p.copy_(torch.linspace(-1, 1, len(p))[:, None] * p[:1])
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    experts = [p.grad for n, p in model.named_parameters() if n.endswith("experts.down_proj")]
+    assert all(g is not None and not g[2:14].any() and g[0].any() and g[15].any() for g in experts)
+    assert max(compare_step(made, model, inputs).values()) < RTOL
 
 
 def test_sharded_experts_are_neither_gathered_nor_reduced() -> None:

@@ -18,7 +18,7 @@ _PIPED, _PIPED_LATER, _PIPED_ALIKE = 3, 2, 1
 #: those like it: so many more of them are solved
 _WRONG, _DOUBTED = 1.25, 2
 #: states of solved configurations together after which no other is solved but those with so many times fewer
-_WORK, _CHEAP = 8_000, 4
+_WORK, _CHEAP = 8_000, 3
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
 #: for pipelines, and by placements, which says more
 _MARGIN, _CLOSE = 1.03, 1.015
@@ -67,13 +67,12 @@ class _Waiting:
 class BranchAndBound:
     """The state of a branch and bound over configurations.
 
-    one_kind: whether one solution is enough, with a pipeline or without. incumbent: the fastest that fits;
+    incumbent: the fastest that fits;
     reached: its seconds, simulated where there is a program. seconds: as evaluated, of every solved
     configuration, inf where nothing fits.
     """
 
-    def __init__(self, *, one_kind: bool) -> None:
-        self.one_kind = one_kind
+    def __init__(self) -> None:
         self.incumbent: CandidateSolution | None = None
         self.reached = inf
         self.seconds: dict[Configuration, float] = {}
@@ -108,7 +107,7 @@ class BranchAndBound:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
         config = estimated.configuration
         most_alike = _PIPED_ALIKE if _piped(config) else _ALIKE
-        costly = _piped(config) or self.one_kind
+        costly = _piped(config)
         reached = self.needed(config)
         slow = estimated.hopeless or estimated.floor >= reached
         if self.incumbent is not None and not isfinite(estimated.seconds) and (costly or slow):
@@ -121,7 +120,7 @@ class BranchAndBound:
             return True
         # estimates with and without pipelines do not err alike: one of each is solved
         kinds = {_piped(c) for c in self._standing}
-        if not self.one_kind and _piped(config) not in kinds and estimated.seconds <= _FAR * reached:
+        if _piped(config) not in kinds and estimated.seconds <= _FAR * reached:
             return False
         limit = min((self._limit(s, config) for s in self._standing.values()), default=inf)
         work = sum(s.choices for s in self._standing.values())
@@ -135,7 +134,7 @@ class BranchAndBound:
         """Whether a configuration will be solved however the one that waits to be a program turns out: the
         first of its kind, expected to be about as fast."""
         config = estimated.configuration
-        if self.one_kind or len(self._waiting) != 1 or any(_piped(c) == _piped(config) for c in self.seconds):
+        if len(self._waiting) != 1 or any(_piped(c) == _piped(config) for c in self.seconds):
             return False
         reached = self.ahead(config)
         return estimated.seconds <= _FAR * reached and estimated.bound < reached

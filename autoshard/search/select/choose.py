@@ -27,8 +27,6 @@ from autoshard.search.solve.formulate import ShardingProblem, layer_calls
 from autoshard.search.solve.problem_cache import ProblemCache
 from autoshard.search.solve.solve_placements import PlacementSolution, place
 from autoshard.search.solve.step_config import StepConfig
-from autoshard.search.solve.tune import FINAL, QUICK, tune
-from autoshard.solver.network import InfeasibleNetwork
 
 #: shapes with pipelines that are solved for models with experts
 _PIPELINES = 1
@@ -91,30 +89,6 @@ def choose(
     except KeyboardInterrupt:
         return replace(solution, interrupted=True)
     return replace(search.better(solution, given), baselines=baselines)
-
-
-def retuned(
-    solution: CandidateSolution, request: SearchRequest, memory_share: float, *, quick: bool = False
-) -> CandidateSolution | None:
-    """The same configuration with a share ``memory_share`` of the memory, None if nothing fits that.
-
-    quick: with little work.
-    """
-    if request.budget is None:
-        return None
-    formulated = solution.formulated
-    try:
-        placements = tune(
-            formulated.problem,
-            solution.placements.setting,
-            int(memory_share * request.budget),
-            recompute=request.recompute,
-            allowed=formulated.allowed,
-            limits=QUICK if quick else FINAL,
-        )
-    except InfeasibleNetwork:
-        return None
-    return replace(solution, placements=replace(placements, lower_bound=solution.placements.lower_bound))
 
 
 class _Search:
@@ -195,15 +169,17 @@ class _Search:
         try:
             groups = shapes_of(self.shapes.reachable(given), experts_of(self.model))
             later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
-            apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh)]
+            apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh) and g not in later]
             free = [g for g in groups if len(given) > 1 and _has_free_axis(g[0].mesh) and g not in apart]
             for group in (g for g in groups if g not in (*later, *apart, *free)):
                 ranked.extend(self._ranked(group))
             ranked.extend(self._least_split(free))
             ranked.extend(self._best_division(apart))
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
-            for group in _few(later, ranked, self.cluster):
+            divided = [g for g in later if _divides_experts(g[0].mesh)]
+            for group in _few([g for g in later if g not in divided], ranked, self.cluster):
                 ranked.extend(self._ranked(group))
+            ranked.extend(self._divided_pipelines(divided, ranked))
         except KeyboardInterrupt:
             if not self.solved:
                 raise
@@ -211,12 +187,28 @@ class _Search:
         return self.exact.best(ranked, known) or self.exact.nothing(self.solved, self.total)
 
     def _best_division(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
-        """Configurations that divide experts over an axis of their own: a middling one, then wider or
-        narrower ones as long as that helps.
+        """Configurations that divide experts over an axis of their own. Wide ones exchange tokens among more
+        ranks, narrow ones gather more."""
+        return self._downhill(sorted(groups, key=lambda g: _expert_ways(g[0].mesh)))
 
-        Wide ones exchange rows among more ranks, narrow ones gather more.
-        """
-        groups = sorted(groups, key=lambda g: g[0].mesh.axes[-1].size)
+    def _divided_pipelines(
+        self, groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue
+    ) -> list[Estimated]:
+        """Of pipelines that divide experts, those that do so as the best shape without one does; where that
+        divides none, as the best of those of a middling depth."""
+        first = ranked.first() if groups else None
+        ways = 1 if first is None else _expert_ways(first.configuration.mesh)
+        found: list[Estimated] = []
+        if ways == 1 and groups:
+            each = sorted({data_ways(g[0].mesh) for g in groups})
+            found = self._best_division([g for g in groups if data_ways(g[0].mesh) == each[len(each) // 2]])
+            best = CandidateQueue(found).first()
+            ways = 1 if best is None else _expert_ways(best.configuration.mesh)
+        alike = [g for g in groups if _expert_ways(g[0].mesh) == ways]
+        return [*found, *self._downhill(sorted(alike, key=lambda g: data_ways(g[0].mesh)))]
+
+    def _downhill(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
+        """Configurations of the middle shape of a row, then of its neighbours as long as that helps."""
         queues: dict[int, CandidateQueue] = {}
 
         def seconds(k: int) -> float:
@@ -226,6 +218,8 @@ class _Search:
             return inf if first is None else first.seconds
 
         at, within = len(groups) // 2, range(len(groups))
+        if groups:
+            seconds(at)
         for way in (1, -1):
             while at + way in within and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
                 at += way
@@ -338,6 +332,11 @@ def _has(shape: MeshFamily, staged: Staged) -> bool:
 
 def _divides_experts(mesh: Mesh) -> bool:
     return any(axis.meaning.divides_experts for axis in mesh.axes)
+
+
+def _expert_ways(mesh: Mesh) -> int:
+    """Over how many ranks experts are divided by an axis of their own."""
+    return prod(axis.size for axis in mesh.axes if axis.meaning.divides_experts)
 
 
 def _has_free_axis(mesh: Mesh) -> bool:

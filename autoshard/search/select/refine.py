@@ -15,7 +15,6 @@ from autoshard.search.bound.global_lower_bound import GlobalLowerBound
 from autoshard.search.bound.mesh_families import MeshFamily
 from autoshard.search.bound.stage_imbalance import imbalance_seconds
 from autoshard.search.problem.cost_terms import profile
-from autoshard.search.problem.problem import experts_of
 from autoshard.search.select.branch_and_bound import BranchAndBound
 from autoshard.search.select.request import CandidateSolution, Rejected, SearchRequest
 from autoshard.search.solve.configuration import Configuration, data_ways
@@ -26,6 +25,9 @@ from autoshard.search.solve.solve_placements import PlacementSolution, place
 from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import FINAL, QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
+
+#: a pipeline that takes so many times as long as estimated is solved once more, with all layers recomputed
+_UNEVEN = 1.15
 
 
 class Evaluator(Protocol):
@@ -85,8 +87,7 @@ class CandidateSolver:
         What was solved becomes a program when nothing else is expected to be faster: fitting one takes
         longer than solving it, and most of those that look too good do not fit.
         """
-        # with experts one more solution takes as long as all the rest
-        bnb = BranchAndBound(one_kind=experts_of(self.problems.model) > 0)
+        bnb = BranchAndBound()
         if known is not None:
             measured = None if self.evaluator is None else self.evaluator.measured(known[0])
             bnb.begin(*known, measured)
@@ -236,7 +237,39 @@ class CandidateSolver:
                 raise
             self.interrupted = True
         else:
-            bnb.solve(estimated, solution, self.evaluated(solution))
+            bnb.solve(estimated, *self._with_even_stages(estimated, solution))
+
+    def _with_even_stages(
+        self, estimated: Estimated, solution: CandidateSolution
+    ) -> tuple[CandidateSolution, float]:
+        """(the solution, or one that recomputes all layers, seconds of its step).
+
+        What is kept of a few layers may be too much for the stages that have them, while it is little for all
+        stages together.
+        """
+        seconds = self.evaluated(solution)
+        piped = solution.configuration.pipe.ranks > 1 and self.request.recompute
+        if not piped or self.interrupted or seconds <= _UNEVEN * estimated.seconds:
+            return solution, seconds
+        try:
+            full = solution.placements.setting.recomputing("full")
+            placements = self._placed(solution.formulated, full)
+        except InfeasibleNetwork:
+            return solution, seconds
+        tried = replace(solution, placements=replace(placements, lower_bound=solution.placements.lower_bound))
+        found = self.evaluated(tried)
+        return (tried, found) if found < seconds else (solution, seconds)
+
+    def _placed(self, formulated: ShardingProblem, setting: StepConfig) -> PlacementSolution:
+        """Placements that fit, with the least work."""
+        return place(
+            formulated.problem,
+            setting,
+            self.request.budget,
+            allowed=formulated.allowed,
+            limits=QUICK,
+            rounds=1,
+        )
 
     def _fit(self, bnb: BranchAndBound, expected: float) -> bool:
         """Make programs of the solutions that take no more seconds than is expected of all others; returns
@@ -352,11 +385,8 @@ class CandidateSolver:
 
     def _at_once(self, formulated: ShardingProblem, setting: StepConfig) -> PlacementSolution:
         """Placements that fit, with the least work."""
-        budget = self.request.budget
         try:
-            return place(
-                formulated.problem, setting, budget, allowed=formulated.allowed, limits=QUICK, rounds=1
-            )
+            return self._placed(formulated, setting)
         except InfeasibleNetwork:
             return self.tuned(formulated, setting.recomputing("full"))
 
