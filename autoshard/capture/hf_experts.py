@@ -41,16 +41,16 @@ def experts_forward(
     rows = _ops.dispatch(hidden_states, chosen, slots)
     rows = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows, slots)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    weights = _ops.dispatch_weights(top_k_weights, chosen, slots).unsqueeze(-1)
+    weights = _ops.dispatch_weights(top_k_weights, chosen, slots)
     # what is linear in its rows takes weighted ones: backward then needs no results of the last product
     linear = not (self.has_bias or self.has_post_expert_norm)
     if linear:
-        rows = (rows * weights).to(rows.dtype)
+        rows = _ops.scale_rows(rows, weights)
     rows = _linear(self, "down_proj", rows, slots)
     if self.has_post_expert_norm:
         rows = self.post_expert_norm(rows)
     if not linear:
-        rows = (rows * weights).to(rows.dtype)
+        rows = _ops.scale_rows(rows, weights)
     combined: torch.Tensor = _ops.combine(rows, chosen, slots)
     return combined.to(hidden_states.dtype)
 

@@ -129,6 +129,17 @@ def expert_sum(x: torch.Tensor, slots: torch.Tensor, num_experts: int) -> torch.
     return out.index_add_(0, slots >> _PAIR_BITS, x.to(wide)).to(x.dtype)
 
 
+def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows times their weights, rounded once: x [s, n], weights [s] -> [s, n]."""
+    return torch.mul(x, weights.unsqueeze(-1)).to(x.dtype)
+
+
+def row_dots(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weights of `scale_rows`: x, y [s, n] -> [s], of half precision in single."""
+    wide = torch.float32 if x.dtype in _HALF else x.dtype
+    return torch.mul(x.to(wide), y.to(wide)).sum(dim=-1)
+
+
 def put_columns(grad: torch.Tensor, size: int, start: int, end: int, step: int) -> torch.Tensor:
     """The gradient of ``x[..., start:end:step]``, however many rows x has: [s, ..., m] -> [s, ..., size]."""
     out = grad.new_zeros((*grad.shape[:-1], size))
@@ -183,6 +194,11 @@ def _mm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[2]:
         grad_weight = _ops.expert_outer(x, grad, slots, weight.shape[0], ctx.transposed)
     return grad_x, None, grad_weight, None
+
+
+def _scale_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, weights = ctx.saved_tensors
+    return _ops.scale_rows(grad, weights), _ops.row_dots(grad, x).to(weights.dtype)
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -253,6 +269,18 @@ define(
     "expert_sum(Tensor x, Tensor slots, int num_experts) -> Tensor",
     expert_sum,
     lambda x, slots, num_experts: x.new_empty((num_experts, x.shape[1])),
+)
+define(
+    "scale_rows(Tensor x, Tensor weights) -> Tensor",
+    scale_rows,
+    lambda x, weights: torch.empty_like(x),
+    backward=_scale_backward,
+    save=_save(0, 1),
+)
+define(
+    "row_dots(Tensor x, Tensor y) -> Tensor",
+    row_dots,
+    lambda x, y: x.new_empty(x.shape[:1], dtype=torch.float32 if x.dtype in _HALF else x.dtype),
 )
 define(
     "put_columns(Tensor grad, int size, int start, int end, int step) -> Tensor",

@@ -205,6 +205,16 @@ def expert_sum(node: Node, ins: Sequence[TensorType]) -> Factored:
     return of.rule(((of.slots, n), (of.slots,)), (of.experts, n), ((0,),), local=_held_experts(2))
 
 
+def scale_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x [s, n], weights [s] -> [s, n]."""
+    return einsum("s n, s -> s n", ins, node.types, linear=((0,), (1,)))
+
+
+def row_dots(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x, y [s, n] -> [s]."""
+    return einsum("s n, s n -> s", ins, node.types, linear=((0,), (1,)))
+
+
 def put_columns(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad [s, ..., m] -> [s, ..., size]."""
     out = node.types[0]
@@ -258,6 +268,8 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "autoshard.expert_outer.default": expert_outer,
         "autoshard.expert_rows.default": expert_rows,
         "autoshard.expert_sum.default": expert_sum,
+        "autoshard.scale_rows.default": scale_rows,
+        "autoshard.row_dots.default": row_dots,
         "autoshard.put_columns.default": put_columns,
         "transformers.grouped_mm_fallback.default": grouped_mm,
         "transformers.grouped_mm_fallback_backward.default": _grouped_mm_backward,

@@ -55,6 +55,8 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("expert_outer", (_real(_ROWS, WIDE), _real(_ROWS, COLUMNS), SLOTS, EXPERTS, True)),
     ("expert_rows", (_real(EXPERTS, WIDE), SLOTS)),
     ("expert_sum", (_real(_ROWS, WIDE), SLOTS, EXPERTS)),
+    ("scale_rows", (_real(_ROWS, WIDE), _real(_ROWS))),
+    ("row_dots", (_real(_ROWS, WIDE), _real(_ROWS, WIDE) + 1)),
     ("put_columns", (_real(_ROWS, 3), WIDE, 1, 6, 2)),
 ]
 
@@ -143,7 +145,11 @@ def test_every_state_gives_the_op(name: str, args: tuple[Any, ...]) -> None:
     rule = RULES[op](node, [v.type for v in ins])
     exchanged, divided = 0, 0
     digits = digits_of(rule)
-    if name == "put_columns":  # of slots in one dim, an axis splits experts or tokens
+    if name in (
+        "put_columns",
+        "scale_rows",
+        "row_dots",
+    ):  # of slots in one dim, an axis splits experts or tokens
         digits[0] = [d for d in digits[0] if d[:2] == (1, EXPERTS) or d[0] % EXPERTS == 0]
     for sizes in MESHES:
         states = op_states(rule, [v.type for v in ins], [out.type], digits, sizes, lambda axis, classes: True)
