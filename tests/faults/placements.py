@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.ir import LocalOffset, LocalSize
 from autoshard.ir.placement import Partial, R, Shard
 from autoshard.program.program import Program
+from autoshard.simulate.op_work import product_of
 from faults.edits import (
     pairs_of,
     replaced,
@@ -88,6 +89,17 @@ def wrong_exchange(program: Program) -> Iterator[Fault]:
                 )
 
 
+def no_exchange(program: Program) -> Iterator[Fault]:
+    """A rank's experts work on the tokens of this rank alone, or their sums stay where they are."""
+    for name, number, node in sites(program):
+        if node.op.startswith("comm.expert_"):
+            yield Fault(
+                replaced(program, name, number, product_of(node)),
+                rules("arguments", "placement", "function"),
+                (node.outs[0],),
+            )
+
+
 def wrong_placement(program: Program) -> Iterator[Fault]:
     """A value is said to be whole, or split along another dim, than it is."""
     for name, _, node in sites(program):
@@ -146,6 +158,7 @@ KINDS: dict[str, Kind] = {
     "off-by-one offset": Kind(off_by_one_offset, ("vocabulary", "dropout")),
     "missing offset": Kind(no_offset, ("vocabulary", "dropout")),
     "wrong exchange of rows": Kind(wrong_exchange, ("exchange",)),
+    "tokens not sent to their experts": Kind(no_exchange, ("exchange",)),
     "wrong placement": Kind(wrong_placement, TEXT),
     "parameter along another dim": Kind(wrong_port, TEXT),
     "parameter not covered": Kind(uncovered_port, TEXT),
