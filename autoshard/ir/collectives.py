@@ -45,7 +45,8 @@ class CollectiveSpec:
     does so. fits: which two of them. bucket: whether it moves several tensors in one message. in_turn:
     whether large ones go out over an axis one at a time, as they hold what they send, and nothing may need
     their results before the end of the step. packed: whether it is given what is sent, rather than values.
-    product: the op on whole tensors that an exchange of tokens is.
+    product: the op on whole tensors that an exchange of tokens is. agreed: whether what goes where is known
+    before, so that it need not be waited for.
     """
 
     op: str
@@ -60,6 +61,7 @@ class CollectiveSpec:
     in_turn: bool = False
     packed: bool = False
     product: str = ""
+    agreed: bool = True
 
     @property
     def name(self) -> str:
@@ -79,7 +81,7 @@ class CollectiveSpec:
     @property
     def pending(self) -> bool:
         """Whether it is only issued, and waited for by who needs the result."""
-        return self.moves and bool(self.primitive)
+        return (self.moves or self.family == "experts") and self.agreed and bool(self.primitive)
 
     @property
     def gathers(self) -> bool:
@@ -132,6 +134,7 @@ EXPERT_EXCHANGES = tuple(
         "all_to_all",
         "all_to_all",
         product=f"autoshard.{name}.default",
+        agreed=name != "route",
     )
     for name in ("route", "dispatch", "combine", "dispatch_weights", "combine_weights")
 )

@@ -177,7 +177,7 @@ class GroupCollectives:
         if found is None:
             over = self.over[axis]
             found = self._exchanges[axis] = ExpertExchange(
-                over.ways, over.rank, lambda x, sent, given: over.exchange(x.contiguous(), sent, given)()
+                over.ways, over.rank, lambda x, sent, given: over.exchange(x.contiguous(), sent, given)
             )
         return found
 
@@ -188,22 +188,22 @@ class GroupCollectives:
 
     def expert_dispatch(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         return self._experts(axis).dispatch(num_experts, *xs)
 
     def expert_combine(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         return self._experts(axis).combine(num_experts, *xs)
 
     def expert_dispatch_weights(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         return self._experts(axis).dispatch_weights(num_experts, *xs)
 
     def expert_combine_weights(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         return self._experts(axis).combine_weights(num_experts, *xs)
 
     def all_gather_mm(

@@ -15,10 +15,12 @@ from typing import TypeAlias
 import torch
 
 from autoshard.ir.placement import chunk
+from autoshard.runtime.pending import PendingCollective
+from autoshard.runtime.transport.transport import Arrival
 
 #: (rows [sum of sent, ...] in the order of the ranks they go to, rows sent to each rank, rows that come
-#: from each) -> rows [sum of received, ...] in the order of the ranks they come from
-Send: TypeAlias = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
+#: from each) -> what waits for rows [sum of received, ...] in the order of the ranks they come from
+Send: TypeAlias = Callable[[torch.Tensor, Sequence[int], Sequence[int]], Arrival]
 
 _ops = torch.ops.autoshard
 
@@ -37,17 +39,20 @@ class TokenExchange:
     here: torch.Tensor
     send: Send
 
-    def there(self, x: torch.Tensor) -> torch.Tensor:
+    def there(self, x: torch.Tensor) -> Arrival:
         """Rows of the tokens of this rank [t, ...] -> of those that its experts work on."""
         return self.send(x.index_select(0, self.tokens), self.sent, self.received)
 
-    def back(self, x: torch.Tensor, count: int) -> torch.Tensor:
+    def back(self, x: torch.Tensor, count: int) -> PendingCollective:
         """What was made here of tokens [sum of received, ...] -> its sum for the tokens of this rank
         [count, ...]."""
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-        came = self.send(x, self.received, self.sent)
-        out = torch.zeros((count, *x.shape[1:]), dtype=wide, device=x.device)
-        return out.index_add_(0, self.tokens, came.to(wide)).to(x.dtype)
+
+        def added(came: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros((count, *came.shape[1:]), dtype=wide, device=came.device)
+            return out.index_add_(0, self.tokens, came.to(wide)).to(came.dtype)
+
+        return PendingCollective(self.send(x, self.received, self.sent), added)
 
 
 @dataclass
@@ -79,12 +84,12 @@ class ExpertExchange:
         goes = chosen.new_zeros((self.ways + 1, len(chosen)), dtype=torch.bool)
         goes.scatter_(0, owner.t(), True)
         counts = goes[: self.ways].sum(dim=1)
-        given = self.send(counts, [1] * self.ways, [1] * self.ways)
+        given = self.send(counts, [1] * self.ways, [1] * self.ways)()
         # one look at the device for both lists
         numbers = torch.cat([counts, given]).tolist()
         sent, received = tuple(numbers[: self.ways]), tuple(numbers[self.ways :])
         tokens = goes[: self.ways].nonzero()[:, 1]
-        here = self.send(chosen.index_select(0, tokens), sent, received)
+        here = self.send(chosen.index_select(0, tokens), sent, received)()
         return TokenExchange(tokens, sent, received, here, self.send)
 
     def route(self, num_experts: int, chosen: torch.Tensor) -> torch.Tensor:
@@ -96,30 +101,30 @@ class ExpertExchange:
 
     def dispatch(
         self, num_experts: int, x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         """x [t, h] -> [s, h]."""
         exchange = self._exchange(chosen, num_experts)
-        rows: torch.Tensor = _ops.dispatch(exchange.there(x), exchange.here, slots)
-        return rows
+        return PendingCollective(exchange.there(x), lambda rows: _ops.dispatch(rows, exchange.here, slots))
 
     def combine(
         self, num_experts: int, x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         """x [s, h] -> [t, h]."""
         exchange = self._exchange(chosen, num_experts)
         return exchange.back(_ops.combine(x, exchange.here, slots), len(chosen))
 
     def dispatch_weights(
         self, num_experts: int, weights: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         """weights [t, k] -> [s]."""
         exchange = self._exchange(chosen, num_experts)
-        found: torch.Tensor = _ops.dispatch_weights(exchange.there(weights), exchange.here, slots)
-        return found
+        return PendingCollective(
+            exchange.there(weights), lambda rows: _ops.dispatch_weights(rows, exchange.here, slots)
+        )
 
     def combine_weights(
         self, num_experts: int, x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> PendingCollective:
         """x [s] -> [t, k]."""
         exchange = self._exchange(chosen, num_experts)
         return exchange.back(_ops.combine_weights(x, exchange.here, slots), len(chosen))

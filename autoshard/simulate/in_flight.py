@@ -52,6 +52,8 @@ def message_of(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> OnThe
                     held -= given
         case "layout", "all_to_all":
             held, finish = taken, given
+        case "experts", _:
+            held = 2.0 * ops.sent_tokens(node, values) - given  # what goes, and what comes
         case "quantised", "all_gather":
             held, finish = ops.packed(node, values) - given, 2.0 * given
         case "quantised", _:

@@ -400,16 +400,23 @@ class Ops:
         parts, axis_name, _ = node.args
         axis = self.mesh.index(str(axis_name))
         ins = [values[r.name] for r in parts]
-        slots = values[node.outs[0]] if len(ins) == 1 else ins[2]
-        tokens = ins[0] if ins[0].type.filled in (None, (1, 1)) else values[node.outs[0]]
-        sent = self.nbytes(tokens) * destinations(slots.type, self.mesh.sizes[axis])
+        sent = self.sent_tokens(node, values)
         local = self.work(product_of(node), values)
         message = CollectiveWork(spec.primitive, axis, sent)
         packed = MemoryWork(2.0 * sent)
         if len(ins) == 1:
             # first how many tokens go where
             return [CollectiveWork(spec.primitive, axis, 8.0 * self.ways(node)), packed, message, *local]
-        return [packed, message, *local] if tokens is ins[0] else [*local, message, packed]
+        combines = ins[0].type.filled not in (None, (1, 1))
+        return [*local, message, packed] if combines else [packed, message, *local]
+
+    def sent_tokens(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
+        """Bytes of the rows of tokens that an exchange with experts sends from a rank, on average."""
+        ins = [values[r.name] for r in node.args[0]]
+        slots = values[node.outs[0]] if len(ins) == 1 else ins[2]
+        tokens = ins[0] if ins[0].type.filled in (None, (1, 1)) else values[node.outs[0]]
+        ways = self.mesh.sizes[self.mesh.index(str(node.args[1]))]
+        return self.nbytes(tokens) * destinations(slots.type, ways)
 
 
 def _outer(node: Node) -> int:

@@ -35,6 +35,7 @@ from autoshard.rules.registry import RULES
 from autoshard.rules.states import OpState, op_states
 from autoshard.runtime.exchange import ExpertExchange
 from autoshard.runtime.lockstep.in_process import InProcess, Table
+from autoshard.runtime.transport.transport import Arrival
 from autoshard.simulate.estimate import Estimator
 
 f64 = torch.float64
@@ -345,15 +346,17 @@ def test_tokens_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ..
     def step(rank: int) -> torch.Tensor:
         over = InProcess(table, rank)
 
-        def send(rows: torch.Tensor, sent: Sequence[int], given: Sequence[int]) -> torch.Tensor:
+        def send(rows: torch.Tensor, sent: Sequence[int], given: Sequence[int]) -> Arrival:
             messages.append(rank)
-            return over.exchange(rows, sent, given)()
+            return over.exchange(rows, sent, given)
 
         exchange = ExpertExchange(ways, rank, send)
         own, mine = x.split(cuts)[rank], chosen.split(cuts)[rank]
         slots = exchange.route(count, mine)
-        rows = _ops.expert_mm(exchange.dispatch(count, own, mine, slots), slots, held[rank], False)
-        return exchange.combine(count, rows, mine, slots)
+        rows = exchange.dispatch(count, own, mine, slots).results()
+        rows = _ops.expert_mm(rows, slots, held[rank], False)
+        combined: torch.Tensor = exchange.combine(count, rows, mine, slots).results()
+        return combined
 
     slots = _ops.route(chosen, count)
     rows = _ops.expert_mm(_ops.dispatch(x, chosen, slots), slots, weight, False)

@@ -241,15 +241,17 @@ def _slots(
         shard_tensor(torch.arange(TOKENS)[:, None], tokens, view.sizes, view.coords).clone() for view in views
     ]
     ranks = list(zip(together.ranks, views, strict=True))
-    route = [
-        partial(each.expert_route, view, [chosen[k]], axis, EXPERTS) for k, (each, view) in enumerate(ranks)
+    route = replace(node, op="comm.expert_route.default")
+    routed = [
+        partial(each.of("", route, view), [chosen[k]], axis, EXPERTS) for k, (each, view) in enumerate(ranks)
     ]
-    codes = together.run(replace(node, op="comm.expert_route.default"), route)
-    spread = [
-        partial(each.expert_dispatch, view, [numbers[k], chosen[k], codes[k]], axis, EXPERTS)
+    codes = together.run(route, routed)
+    dispatch = replace(node, op="comm.expert_dispatch.default")
+    sent = [
+        partial(each.of("", dispatch, view), [numbers[k], chosen[k], codes[k]], axis, EXPERTS)
         for k, (each, view) in enumerate(ranks)
     ]
-    came = together.run(replace(node, op="comm.expert_dispatch.default"), spread)
+    came = together.run(dispatch, sent)
     places = []
     at = views[0].names.index(axis)
     for code, token, view in zip(codes, came, views, strict=True):

@@ -136,7 +136,8 @@ class Together:
         if not is_message(node):
             return [call() for call in calls]
         axes = axes_of(node)
-        if COLLECTIVES[node.op].pending and len(axes) == 1:
+        spec = COLLECTIVES[node.op]
+        if spec.pending and spec.moves and len(axes) == 1:
             # all are issued before the first is waited for
             return [_there(issued) for issued in [call() for call in calls]]
 
