@@ -147,7 +147,7 @@ def put_columns(grad: torch.Tensor, size: int, start: int, end: int, step: int) 
     return out
 
 
-def _columns(x: torch.Tensor, slots: torch.Tensor) -> None:
+def _check_rows(x: torch.Tensor, slots: torch.Tensor) -> None:
     torch._check(
         x.shape[0] == slots.shape[0], lambda: f"{x.shape[0]} rows of {slots.shape[0]} slots of experts"
     )
@@ -155,7 +155,7 @@ def _columns(x: torch.Tensor, slots: torch.Tensor) -> None:
 
 def _fake_mm(x: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     k, n = (2, 1) if transposed else (1, 2)
-    _columns(x, slots)
+    _check_rows(x, slots)
     torch._check(x.shape[1] == weight.shape[k], lambda: f"x has {x.shape[1]} columns, not {weight.shape[k]}")
     return x.new_empty((x.shape[0], weight.shape[n]))
 
@@ -163,7 +163,7 @@ def _fake_mm(x: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, transpo
 def _fake_outer(
     x: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, num_experts: int, transposed: bool
 ) -> torch.Tensor:
-    _columns(x, slots)
+    _check_rows(x, slots)
     k, n = x.shape[1], grad.shape[1]
     return x.new_empty((num_experts, n, k) if transposed else (num_experts, k, n))
 

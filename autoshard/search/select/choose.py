@@ -204,8 +204,11 @@ class _Search:
             found = self._best_division([g for g in groups if data_ways(g[0].mesh) == each[len(each) // 2]])
             best = CandidateQueue(found).first()
             ways = 1 if best is None else _expert_ways(best.configuration.mesh)
-        alike = [g for g in groups if _expert_ways(g[0].mesh) == ways]
-        return [*found, *self._downhill(sorted(alike, key=lambda g: data_ways(g[0].mesh)))]
+        alike = sorted(
+            (g for g in groups if _expert_ways(g[0].mesh) == ways), key=lambda g: data_ways(g[0].mesh)
+        )
+        once = {e.configuration: e for e in (*found, *self._downhill(alike))}
+        return list(once.values())
 
     def _downhill(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
         """Configurations of the middle shape of a row, then of its neighbours as long as that helps."""
