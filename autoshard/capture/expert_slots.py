@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autoshard.errors import CaptureError
 from autoshard.ir import Arg, Graph, Node, TensorType, refs_of
+from autoshard.ir.row_tiles import SHAPED
 
 _CHOICES, _ROUTE = "autoshard.choices.default", "autoshard.route.default"
 #: what is given slots and makes no value of slots
@@ -22,8 +23,6 @@ _ENDS = frozenset(
         "autoshard.expert_sum.default",
     )
 )
-#: ops with the shape of their result as the second argument
-_SHAPED = frozenset(("aten.reshape.default", "aten.expand.default"))
 _SLICE_BACKWARD = "aten.slice_backward.default"
 
 
@@ -70,7 +69,7 @@ def _without_count(node: Node, count: int) -> Node:
     """The op, told no number of slots."""
     out = node.types[0]
     assert out is not None
-    if node.op in _SHAPED:
+    if node.op in SHAPED:
         return replace(node, args=(node.args[0], (-1, *out.shape[1:]), *node.args[2:]))
     if node.op == _SLICE_BACKWARD:
         grad, sizes, dim, start, end, step = node.args

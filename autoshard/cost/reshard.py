@@ -144,7 +144,7 @@ class ReshardCost:
         """Seconds of one step taken from ``source``."""
         whole = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
         width = type_.nbytes / max(1, type_.numel)
-        nbytes = type_.held(held_numel(type_.shape, whole, self.sizes)) * width
+        nbytes = type_.existing(held_numel(type_.shape, whole, self.sizes)) * width
         return self._price(step.kind, step.axis, nbytes, step.source, step.target)
 
     def table(
@@ -200,7 +200,7 @@ class ReshardCost:
     ) -> NDArray[np.float64]:
         """[from, to]: seconds of single steps; inf where no single step leads, 0 to itself."""
         width = scale * type_.nbytes / max(1, type_.numel)
-        held = [type_.held(held_numel(type_.shape, layout, self.sizes)) * width for layout in nodes]
+        held = [type_.existing(held_numel(type_.shape, layout, self.sizes)) * width for layout in nodes]
         cost = np.full((len(nodes), len(nodes)), np.inf)
         np.fill_diagonal(cost, 0.0)
         for axis in range(len(per_axis)):

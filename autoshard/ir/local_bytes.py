@@ -32,4 +32,4 @@ def held_numel(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> in
 
 def held_bytes(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> int:
     """Bytes on the fullest rank; type_: of the whole value."""
-    return type_.held(held_numel(type_.shape, layout, sizes)) * DTYPES[type_.dtype][1]
+    return type_.existing(held_numel(type_.shape, layout, sizes)) * DTYPES[type_.dtype][1]

@@ -116,19 +116,8 @@ def repeats_of(whole: Statements) -> dict[str, str]:
 
     Two ops give the same if they are the same op on the same values, or on values that are the same.
     """
-    known: dict[_What, tuple[str, ...]] = {}
-    #: value -> the first that equals it: layers may make the same of an input, each for itself
-    first: dict[str, str] = {}
-    found: dict[str, str] = {}
-    forms = _Forms(whole.lowered)
-    for statement in whole.all:
-        key = forms.what(statement, first)
-        if not statement.backward:
-            first.update(zip(statement.makes, known.setdefault(key, statement.makes), strict=True))
-        elif key in known:
-            first.update(zip(statement.makes, known[key], strict=True))
-            found.update(zip(statement.makes, known[key], strict=True))
-    return found
+    forward = {value for statement in whole.all if not statement.backward for value in statement.makes}
+    return {v: f for v, f in firsts_of(whole).items() if f in forward and v not in forward}
 
 
 def firsts_of(whole: Statements) -> dict[str, str]:

@@ -46,9 +46,9 @@ class TensorType:
     @property
     def numel(self) -> int:
         """Elements; of slots, those that exist on average."""
-        return self.held(prod(self.shape))
+        return self.existing(prod(self.shape))
 
-    def held(self, slots: int) -> int:
+    def existing(self, slots: int) -> int:
         """Of so many elements those that exist on average."""
         return slots if self.filled is None else -(-slots * self.filled[0] // self.filled[1])
 

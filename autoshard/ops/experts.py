@@ -49,6 +49,18 @@ def _pairs(slots: torch.Tensor) -> torch.Tensor:
     return slots & _PAIRS
 
 
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which rows are added up."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def sum_rows(x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """Per number below ``count`` the sum of the rows that have it: x [r, ...], index [r] -> [count, ...]."""
+    wide = sum_type(x.dtype)
+    out = torch.zeros((count, *x.shape[1:]), dtype=wide, device=x.device)
+    return out.index_add_(0, index, x.to(wide)).to(x.dtype)
+
+
 def _tokens(slots: torch.Tensor, choices_each: int) -> torch.Tensor:
     return _pairs(slots) // choices_each
 
@@ -65,9 +77,7 @@ def combine(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> torch
         order = torch.empty_like(slots)
         order[_pairs(slots)] = torch.arange(len(slots), device=slots.device)
         return x.index_select(0, order).view(tokens, each, x.shape[1]).sum(dim=1)
-    wide = torch.float32 if x.dtype in _HALF else x.dtype
-    out = torch.zeros((tokens, x.shape[1]), dtype=wide, device=x.device)
-    return out.index_add_(0, _tokens(slots, each), x.to(wide)).to(x.dtype)
+    return sum_rows(x, _tokens(slots, each), tokens)
 
 
 def dispatch_weights(weights: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -124,9 +134,7 @@ def expert_rows(table: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 def expert_sum(x: torch.Tensor, slots: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The gradient of the table of `expert_rows`: x [s, n], slots [s] -> [num_experts, n]."""
-    wide = torch.float32 if x.dtype in _HALF else x.dtype
-    out = torch.zeros((num_experts, x.shape[1]), dtype=wide, device=x.device)
-    return out.index_add_(0, slots >> _PAIR_BITS, x.to(wide)).to(x.dtype)
+    return sum_rows(x, slots >> _PAIR_BITS, num_experts)
 
 
 def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -136,7 +144,7 @@ def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def row_dots(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The gradient of the weights of `scale_rows`: x, y [s, n] -> [s], of half precision in single."""
-    wide = torch.float32 if x.dtype in _HALF else x.dtype
+    wide = sum_type(x.dtype)
     return torch.mul(x.to(wide), y.to(wide)).sum(dim=-1)
 
 
@@ -169,6 +177,11 @@ def _fake_outer(
 
 
 _ops = torch.ops.autoshard
+
+
+def _adjoint(name: str) -> Any:
+    """The gradient of an op on (x, chosen, slots): another one on its gradient."""
+    return lambda ctx, grad: (getattr(_ops, name)(grad, *ctx.saved_tensors), None, None)
 
 
 def _save(*kept: int) -> Any:
@@ -218,34 +231,14 @@ define(
     route_part,
     lambda chosen, num_experts, offset: chosen.new_empty((num_experts * chosen.shape[0],)),
 )
-define(
-    "dispatch(Tensor x, Tensor chosen, Tensor slots) -> Tensor",
-    dispatch,
-    lambda x, chosen, slots: x.new_empty((slots.shape[0], x.shape[1])),
-    backward=lambda ctx, grad: (_ops.combine(grad, *ctx.saved_tensors), None, None),
-    save=_save(1, 2),
-)
-define(
-    "combine(Tensor x, Tensor chosen, Tensor slots) -> Tensor",
-    combine,
-    lambda x, chosen, slots: x.new_empty((chosen.shape[0], x.shape[1])),
-    backward=lambda ctx, grad: (_ops.dispatch(grad, *ctx.saved_tensors), None, None),
-    save=_save(1, 2),
-)
-define(
-    "dispatch_weights(Tensor weights, Tensor chosen, Tensor slots) -> Tensor",
-    dispatch_weights,
-    lambda weights, chosen, slots: weights.new_empty(slots.shape),
-    backward=lambda ctx, grad: (_ops.combine_weights(grad, *ctx.saved_tensors), None, None),
-    save=_save(1, 2),
-)
-define(
-    "combine_weights(Tensor x, Tensor chosen, Tensor slots) -> Tensor",
-    combine_weights,
-    lambda x, chosen, slots: x.new_empty(chosen.shape),
-    backward=lambda ctx, grad: (_ops.dispatch_weights(grad, *ctx.saved_tensors), None, None),
-    save=_save(1, 2),
-)
+for _op, _adjoint_name, _fake in (
+    (dispatch, "combine", lambda x, chosen, slots: x.new_empty((slots.shape[0], x.shape[1]))),
+    (combine, "dispatch", lambda x, chosen, slots: x.new_empty((chosen.shape[0], x.shape[1]))),
+    (dispatch_weights, "combine_weights", lambda x, chosen, slots: x.new_empty(slots.shape)),
+    (combine_weights, "dispatch_weights", lambda x, chosen, slots: x.new_empty(chosen.shape)),
+):
+    _schema = f"{_op.__name__}(Tensor x, Tensor chosen, Tensor slots) -> Tensor"
+    define(_schema, _op, _fake, backward=_adjoint(_adjoint_name), save=_save(1, 2))
 define(
     "expert_mm(Tensor x, Tensor slots, Tensor weight, bool transposed) -> Tensor",
     expert_mm,
@@ -280,7 +273,7 @@ define(
 define(
     "row_dots(Tensor x, Tensor y) -> Tensor",
     row_dots,
-    lambda x, y: x.new_empty(x.shape[:1], dtype=torch.float32 if x.dtype in _HALF else x.dtype),
+    lambda x, y: x.new_empty(x.shape[:1], dtype=sum_type(x.dtype)),
 )
 define(
     "put_columns(Tensor grad, int size, int start, int end, int step) -> Tensor",

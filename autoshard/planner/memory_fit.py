@@ -35,8 +35,8 @@ from autoshard.program.program import PipelineStages, Program, Signature
 from autoshard.schedules.timeline import step_seconds
 from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.reasons.explain import explain
+from autoshard.search.select.choose import retuned
 from autoshard.search.select.request import CandidateSolution, SearchRequest
-from autoshard.search.select.retune import retuned
 from autoshard.search.solve.configuration import Configuration, alike
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.search.solve.step_config import StepConfig

@@ -181,10 +181,10 @@ def expert_outer(node: Node, ins: Sequence[TensorType]) -> Factored:
     matrix = (of.experts, n, k) if transposed else (of.experts, k, n)
     flops = 2.0 * x.numel * grad.shape[1]
     inputs = ((of.slots, k), (of.slots, n), (of.slots,))
-    return of.rule(inputs, matrix, ((0,), (1,)), flops=flops, local=_held_experts(3))
+    return of.rule(inputs, matrix, ((0,), (1,)), flops=flops, local=_local_experts(3))
 
 
-def _held_experts(argument: int) -> Localizer:
+def _local_experts(argument: int) -> Localizer:
     """Tells the op how many experts the rank has."""
     return lambda call: call.with_args({argument: call.out_shape(0)[0]})
 
@@ -202,7 +202,7 @@ def expert_sum(node: Node, ins: Sequence[TensorType]) -> Factored:
     x, slots = ins
     of = _experts(slots, node.args[2])
     n = of.build.new(x.shape[1])
-    return of.rule(((of.slots, n), (of.slots,)), (of.experts, n), ((0,),), local=_held_experts(2))
+    return of.rule(((of.slots, n), (of.slots,)), (of.experts, n), ((0,),), local=_local_experts(2))
 
 
 def scale_rows(node: Node, ins: Sequence[TensorType]) -> Factored:

@@ -31,6 +31,17 @@ from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack,
 from autoshard.runtime.transport.transport import Transport
 
 
+def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that runs an exchange of tokens over an axis."""
+
+    def method(
+        self: GroupCollectives, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
+    ) -> Any:
+        return run(self._experts(axis), num_experts, *xs)
+
+    return method
+
+
 class GroupCollectives:
     """The collectives of one rank.
 
@@ -181,30 +192,11 @@ class GroupCollectives:
             )
         return found
 
-    def expert_route(
-        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> torch.Tensor:
-        return self._experts(axis).route(num_experts, *xs)
-
-    def expert_dispatch(
-        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> PendingCollective:
-        return self._experts(axis).dispatch(num_experts, *xs)
-
-    def expert_combine(
-        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> PendingCollective:
-        return self._experts(axis).combine(num_experts, *xs)
-
-    def expert_dispatch_weights(
-        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> PendingCollective:
-        return self._experts(axis).dispatch_weights(num_experts, *xs)
-
-    def expert_combine_weights(
-        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
-    ) -> PendingCollective:
-        return self._experts(axis).combine_weights(num_experts, *xs)
+    expert_route = _with_experts(ExpertExchange.route)
+    expert_dispatch = _with_experts(ExpertExchange.dispatch)
+    expert_combine = _with_experts(ExpertExchange.combine)
+    expert_dispatch_weights = _with_experts(ExpertExchange.dispatch_weights)
+    expert_combine_weights = _with_experts(ExpertExchange.combine_weights)
 
     def all_gather_mm(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, dim: int, outer: int = 1

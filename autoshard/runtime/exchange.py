@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 
 from autoshard.ir.placement import chunk
+from autoshard.ops.experts import sum_rows
 from autoshard.runtime.pending import PendingCollective
 from autoshard.runtime.transport.transport import Arrival
 
@@ -46,13 +47,8 @@ class TokenExchange:
     def back(self, x: torch.Tensor, count: int) -> PendingCollective:
         """What was made here of tokens [sum of received, ...] -> its sum for the tokens of this rank
         [count, ...]."""
-        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-
-        def added(came: torch.Tensor) -> torch.Tensor:
-            out = torch.zeros((count, *came.shape[1:]), dtype=wide, device=came.device)
-            return out.index_add_(0, self.tokens, came.to(wide)).to(came.dtype)
-
-        return PendingCollective(self.send(x, self.received, self.sent), added)
+        came = self.send(x, self.received, self.sent)
+        return PendingCollective(came, lambda rows: sum_rows(rows, self.tokens, count))
 
 
 @dataclass

@@ -62,13 +62,13 @@ class Ops:
         found = self._bytes.get(key)
         if found is None:
             shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
-            found = self._bytes[key] = float(type_.held(prod(shape)) * DTYPES[type_.dtype][1])
+            found = self._bytes[key] = float(type_.existing(prod(shape)) * DTYPES[type_.dtype][1])
         return found
 
     def shape(self, placed: PlacedValue) -> tuple[int, ...]:
         """Elements per dim of a value on the rank, of slots of experts as many as there are on average."""
         shape = local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
-        return shape if placed.type.filled is None else (placed.type.held(shape[0]), *shape[1:])
+        return shape if placed.type.filled is None else (placed.type.existing(shape[0]), *shape[1:])
 
     def ways(self, node: Node) -> int:
         """Ranks between which a collective goes."""

@@ -82,7 +82,7 @@ def test_what_the_checks_stand_on() -> None:
     assert torch.equal(PLACES, PLACES.sort().values)
 
 
-def _held(layout: Layout, view: RankView) -> torch.Tensor:
+def _places(layout: Layout, view: RankView) -> torch.Tensor:
     """The places of a rank's slots, in the order of experts, then of tokens."""
     rows = tuple(p if isinstance(p, Shard) and p.dim == 0 else R for p in layout)
     return shard_tensor(torch.arange(EXPERTS * TOKENS), rows, view.sizes, view.coords)
@@ -100,7 +100,7 @@ def _with_rows(places: torch.Tensor) -> torch.Tensor:
 
 def _codes(layout: Layout, view: RankView) -> torch.Tensor:
     """The slots of a rank that sees the tokens of its slots and no others."""
-    held = _held(layout, view)
+    held = _places(layout, view)
     rows = _with_rows(held)
     tokens = held[held // TOKENS == held[0] // TOKENS] % TOKENS
     at = {int(token): k for k, token in enumerate(tokens)}
@@ -232,7 +232,7 @@ def _slots(
     if not is_collective(node):
         return (
             [_codes(layout, view) for view in views],
-            [_with_rows(_held(layout, view)) for view in views],
+            [_with_rows(_places(layout, view)) for view in views],
         )
     axis = node.args[1]
     tokens = next(lay for value, lay in laid if value.x is CHOSEN)
@@ -255,7 +255,7 @@ def _slots(
     places = []
     at = views[0].names.index(axis)
     for code, token, view in zip(codes, came, views, strict=True):
-        held = _held(layout, view)
+        held = _places(layout, view)
         found = ((code >> 32) + held[0] // TOKENS) * TOKENS + token[:, 0]
         # of the tokens of all ranks of the axis, those that chose an expert of the rank
         group = [k for k, v in enumerate(views) if _without(v.coords, at) == _without(view.coords, at)]

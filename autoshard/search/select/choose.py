@@ -27,6 +27,8 @@ from autoshard.search.solve.formulate import ShardingProblem, layer_calls
 from autoshard.search.solve.problem_cache import ProblemCache
 from autoshard.search.solve.solve_placements import PlacementSolution, place
 from autoshard.search.solve.step_config import StepConfig
+from autoshard.search.solve.tune import FINAL, QUICK, tune
+from autoshard.solver.network import InfeasibleNetwork
 
 #: shapes with pipelines that are solved for models with experts
 _PIPELINES = 1
@@ -89,6 +91,30 @@ def choose(
     except KeyboardInterrupt:
         return replace(solution, interrupted=True)
     return replace(search.better(solution, given), baselines=baselines)
+
+
+def retuned(
+    solution: CandidateSolution, request: SearchRequest, memory_share: float, *, quick: bool = False
+) -> CandidateSolution | None:
+    """The same configuration with a share ``memory_share`` of the memory, None if nothing fits that.
+
+    quick: with little work.
+    """
+    if request.budget is None:
+        return None
+    formulated = solution.formulated
+    try:
+        placements = tune(
+            formulated.problem,
+            solution.placements.setting,
+            int(memory_share * request.budget),
+            recompute=request.recompute,
+            allowed=formulated.allowed,
+            limits=QUICK if quick else FINAL,
+        )
+    except InfeasibleNetwork:
+        return None
+    return replace(solution, placements=replace(placements, lower_bound=solution.placements.lower_bound))
 
 
 class _Search:
