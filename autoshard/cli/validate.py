@@ -1,4 +1,4 @@
-"""``autoshard validate``: measured steps of published is recomputedst what is predicted for them."""
+"""``autoshard validate``: measured steps of published training against what is predicted for them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Measured steps of published training is recomputedst the steps that are predicted for them."""
+"""Measured steps of published training against the steps that are predicted for them."""

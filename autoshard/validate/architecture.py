@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from autoshard.errors import UsageError
-from autoshard.validate.models import Architecture, Kind
+from autoshard.validate.models import Architecture, Experts, Kind, Latent
 from autoshard.validate.rows import Run
 
 #: families by the names that people give their models
@@ -27,12 +27,15 @@ class KnownSizes:
 def architecture_of(run: Run, padded_vocab: int) -> KnownSizes:
     """The transformer of a run; padded_vocab: rows of its embedding.
 
-    A gated feed-forward layer, untied embeddings and rotary positions (``llama``) or two products, one
+    With experts, one of the architectures with experts, shared ones or latent attention; else
+    a gated feed-forward layer, untied embeddings and rotary positions (``llama``) or two products, one
     embedding and learned positions (``gpt2``): by the parameters that the row states, where one of the two
     agrees with them, else by the name of the model, else by its widths.
 
     Raises UsageError for what neither is.
     """
+    if run.experts:
+        return _with_experts(run, padded_vocab)
     kind, note = _kind(run)
     if kind == "gpt2" and run.kv_heads != run.heads:
         raise UsageError(
@@ -40,14 +43,44 @@ def architecture_of(run: Run, padded_vocab: int) -> KnownSizes:
             where=run.id,
             why="models with two products in a feed-forward layer have as many of both here",
         )
-    if kind == "llama" and run.hidden // run.heads % 2:
-        raise UsageError(
-            f"heads of {run.hidden // run.heads} elements", where=run.id, why="rotary positions need pairs"
-        )
-    shape = Architecture(
-        kind, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn, padded_vocab, positions=run.seq
-    )
+    head = run.head_dim if kind == "llama" and run.head_dim else run.hidden // run.heads
+    if kind == "llama" and head % 2:
+        raise UsageError(f"heads of {head} elements", where=run.id, why="rotary positions need pairs")
+    shape = Architecture(*(kind, *_sizes(run)), padded_vocab, positions=run.seq, head_dim=head)
     return KnownSizes(shape, note)
+
+
+def _sizes(run: Run) -> tuple[int, int, int, int, int]:
+    return run.layers, run.hidden, run.heads, run.kv_heads, run.ffn
+
+
+def _with_experts(run: Run, padded_vocab: int) -> KnownSizes:
+    """Raises UsageError for shared experts that are no multiple of others, or are not there beside latent
+    attention."""
+    experts = Experts(run.experts, run.topk, run.expert_ffn, run.shared_ffn, run.dense_layers)
+    latent, told = None, run.latent
+    if run.shared_ffn % run.expert_ffn:
+        raise UsageError(f"shared experts of {run.shared_ffn}, others of {run.expert_ffn}", where=run.id)
+    if told is not None:
+        if not run.shared_ffn:
+            raise UsageError("latent attention in layers without shared experts", where=run.id)
+        widths = (told.kv_lora_rank, told.qk_nope_head_dim, told.qk_rope_head_dim, told.v_head_dim)
+        if not all(widths):
+            raise UsageError("latent attention without its widths", where=run.id)
+        latent = Latent(told.q_lora_rank, *widths)
+    kind: Kind = "deepseek_v3" if latent else "glm4_moe" if run.shared_ffn else "qwen3_moe"
+    head = run.head_dim or run.hidden // run.heads
+    shape = Architecture(
+        kind,
+        *_sizes(run),
+        padded_vocab,
+        run.seq,
+        head_dim=0 if latent else head,
+        experts=experts,
+        latent=latent,
+    )
+    left = [word for word in ("sinks", "window", "hyper", "indexer") if word in run.notes.lower()]
+    return KnownSizes(shape, f"left out of {run.model}: {', '.join(left)} of attention" if left else "")
 
 
 def parameters(run: Run, kind: Kind) -> int:

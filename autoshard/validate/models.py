@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,7 +11,33 @@ from torch import nn
 from autoshard.errors import UsageError
 from autoshard.interop.unfilled import Unfilled
 
-Kind = Literal["gpt2", "llama", "deepseek_v3"]
+Kind = Literal["gpt2", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a layer.
+
+    chosen: experts per token. ffn: width of one. shared: width of what all tokens take beside them, 0 for
+    nothing. dense: how many first layers have a dense feed-forward layer instead.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    shared: int = 0
+    dense: int = 0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Widths of latent attention (DeepSeek-AI, DeepSeek-V2, section 2.1). queries: 0 if not compressed."""
+
+    queries: int
+    keys: int
+    nope: int
+    rope: int
+    values: int
 
 
 @dataclass(frozen=True)
@@ -19,9 +45,9 @@ class Architecture:
     """The sizes of a transformer.
 
     kind: ``gpt2`` (learned positions, GELU, one bias per product, tied embeddings), ``llama`` (rotary
-    positions, SwiGLU) or ``deepseek_v3`` (latent attention and experts, the sizes of DeepSeek-V3 itself
-    beside those given here). ffn: width of the dense feed-forward layers. kv_heads: of keys and values;
-    gpt2 has as many as heads.
+    positions, SwiGLU), ``qwen3_moe`` (experts), ``glm4_moe`` (experts and shared ones) or ``deepseek_v3``
+    (both, and latent attention). ffn: width of the dense feed-forward layers. kv_heads: of keys and values;
+    gpt2 has as many as heads. head_dim: 0 for hidden / heads.
     """
 
     kind: Kind
@@ -32,6 +58,9 @@ class Architecture:
     ffn: int
     vocab: int
     positions: int
+    head_dim: int = 0
+    experts: Experts | None = None
+    latent: Latent | None = None
 
 
 def on_meta(
@@ -54,7 +83,8 @@ def on_meta(
 
 def model_of(shape: Architecture) -> nn.Module:
     """The model in fp32, on the default device."""
-    return {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
+    build = {"gpt2": _gpt2, "llama": _llama, "qwen3_moe": _qwen3_moe, "glm4_moe": _glm4_moe}
+    return build.get(shape.kind, _deepseek_v3)(shape)
 
 
 def _gpt2(shape: Architecture) -> nn.Module:
@@ -84,48 +114,87 @@ def _gpt2(shape: Architecture) -> nn.Module:
 def _llama(shape: Architecture) -> nn.Module:
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.positions,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    config = LlamaConfig(**_sizes(shape), **_heads(shape))
     model: nn.Module = LlamaForCausalLM(config)
     return model
 
 
+def _qwen3_moe(shape: Architecture) -> nn.Module:
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = _experts_of(shape)
+    config = Qwen3MoeConfig(
+        **_sizes(shape),
+        **_heads(shape),
+        num_experts=experts.count,
+        num_experts_per_tok=experts.chosen,
+        moe_intermediate_size=experts.ffn,
+        mlp_only_layers=list(range(experts.dense)),
+        norm_topk_prob=True,
+    )
+    model: nn.Module = Qwen3MoeForCausalLM(config)
+    return model
+
+
+def _glm4_moe(shape: Architecture) -> nn.Module:
+    from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    config = Glm4MoeConfig(**_sizes(shape), **_heads(shape), **_routed(_experts_of(shape)))
+    model: nn.Module = Glm4MoeForCausalLM(config)
+    return model
+
+
 def _deepseek_v3(shape: Architecture) -> nn.Module:
-    """Sizes that are not of the architecture: DeepSeek-AI, DeepSeek-V3 Technical Report, section 4.2."""
     from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 
+    latent = shape.latent
+    if latent is None:
+        raise UsageError(f"a {shape.kind} without the widths of its latent attention")
     config = DeepseekV3Config(
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.positions,
-        moe_intermediate_size=2048,
-        n_shared_experts=1,
-        n_routed_experts=256,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
-        first_k_dense_replace=3,
-        routed_scaling_factor=2.5,
-        norm_topk_prob=True,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        use_cache=False,
+        **_sizes(shape),
+        **_routed(_experts_of(shape)),
+        kv_lora_rank=latent.keys,
+        q_lora_rank=latent.queries or None,
+        qk_rope_head_dim=latent.rope,
+        qk_nope_head_dim=latent.nope,
+        v_head_dim=latent.values,
     )
     model: nn.Module = DeepseekV3ForCausalLM(config)
     return model
+
+
+def _sizes(shape: Architecture) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn or shape.hidden,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.positions,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+
+
+def _heads(shape: Architecture) -> dict[str, Any]:
+    return {"head_dim": shape.head_dim or shape.hidden // shape.heads}
+
+
+def _experts_of(shape: Architecture) -> Experts:
+    if shape.experts is None:
+        raise UsageError(f"a {shape.kind} without the sizes of its experts")
+    return shape.experts
+
+
+def _routed(experts: Experts) -> dict[str, Any]:
+    """Groups of experts decide which are chosen, and not how many."""
+    return {
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.ffn,
+        "n_shared_experts": max(1, experts.shared // experts.ffn),
+        "first_k_dense_replace": experts.dense,
+        "n_group": 1,
+        "topk_group": 1,
+    }

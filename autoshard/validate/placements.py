@@ -38,13 +38,15 @@ S = TypeVar("S")
 class RunPlacement:
     """What a run's code does. tensor, shards: axes of the mesh over which layers, and what ZeRO divides, are.
 
-    sequence: whether activations between layers are divided along the sequence over the tensor axis.
+    sequence: whether activations between layers are divided along the sequence over the tensor axis. owners:
+    the axis among whose ranks experts are divided.
     """
 
     tensor: int | None
     shards: tuple[int, ...]
     zero: int
     sequence: bool
+    owners: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,10 @@ class _Masks:
             keep.append(lambda s: self._fine(variable.place, dims, s.use, strict=False))
             if not self._parts(variable.place, dims, self.columns):
                 keep.append(lambda s: s.use[axis] == R)
+        owners = self.run_placement.owners
+        if owners is not None and self._parts(variable.place, dims, set(self.model.digits.experts)):
+            keep.append(lambda s: isinstance(s.use[owners], Shard) and s.stored[owners] == s.use[owners])
+            shards = tuple(shard for shard in shards if shard != owners)
         for shard in shards:
             keep.append(lambda s, shard=shard: s.use[shard] == R)  # type: ignore[misc]
             if zero:

@@ -115,9 +115,12 @@ def padded_vocab(vocab: int, tensor: int, multiple: int) -> int:
 
 
 def mesh_of(run: Run) -> Mesh:
-    """Data ranks outside, what ZeRO divides inside them, tensor ranks inside; of one pipeline rank."""
+    """Data ranks outside, what ZeRO divides inside them, those of experts and tensor ranks inside; of one
+    pipeline rank."""
+    owners = run.expert_ranks if run.experts else 1
     shard = storable(run.hidden, run.sharded) if run.zero else 1
-    axes = (("dp", run.data // shard), ("fsdp", shard), ("tp", run.tensor))
+    shard = max(1, shard // owners)
+    axes = (("dp", run.data // shard // owners), ("fsdp", shard), ("ep", owners), ("tp", run.tensor))
     return Mesh(tuple(Axis(name, size) for name, size in axes if size > 1) or (Axis("dp", 1),))
 
 
@@ -178,8 +181,9 @@ def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: RebuiltStages |
 def _wanted(run: Run, mesh: Mesh) -> RunPlacement:
     names = mesh.names
     tensor = names.index("tp") if "tp" in names else None
-    shards = tuple(k for k, name in enumerate(names) if name == "fsdp")
-    return RunPlacement(tensor, shards, run.zero, run.sequence_parallel)
+    shards = tuple(k for k, name in enumerate(names) if name in ("fsdp", "ep"))
+    owners = names.index("ep") if "ep" in names else None
+    return RunPlacement(tensor, shards, run.zero, run.sequence_parallel, owners)
 
 
 def _program(

@@ -33,13 +33,15 @@ _KEYS: Mapping[str, str] = MappingProxyType(
         **{"chunks": "v", "context": "cp", "expert_ranks": "ep", "sequence_parallel": "sp", "micro": "mbs"},
         **{"sharded": "fsdp_shard", "batch": "gbs", "microbatches_told": "n_microbatches", "gib": "mem_gib"},
         **{"recomputed": "recompute", "seconds": "step_time_s", "memory_kind": "mem_kind"},
+        **{"remarks": "notes", "expert_ffn": "moe_ffn", "shared_ffn": "shared_expert_ffn"},
+        **{"dense_layers": "first_dense_layers", "latent": "mla", "expert_tensor": "etp"},
     }
 )
 #: what rows count them in
 _UNITS = MappingProxyType(
     {"gpu_memory": 2**30, "peak_flops": 1e12, "intra": 1e9, "inter": 1e9, "params": 1e9}
 )
-_NEEDED = ("gpu", "layers", "hidden", "heads", "ffn", "vocab", "seq", "batch")
+_NEEDED = ("gpu", "layers", "hidden", "heads", "vocab", "seq", "batch")
 _DTYPES: Mapping[str, Literal["bf16", "f16", "f32"]] = MappingProxyType(
     {
         **dict.fromkeys(("bf16", "bfloat16", "fp8", "float8"), "bf16"),
@@ -50,6 +52,16 @@ _DTYPES: Mapping[str, Literal["bf16", "f16", "f32"]] = MappingProxyType(
 _FLOAT = re.compile("|".join(_DTYPES))
 
 
+class LatentSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Widths of latent attention, as configurations name them; 0 for queries that are not compressed."""
+
+    q_lora_rank: Number = 0
+    kv_lora_rank: Count = 0
+    qk_nope_head_dim: Count = 0
+    qk_rope_head_dim: Count = 0
+    v_head_dim: Count = 0
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     """One measured training run.
 
@@ -57,9 +69,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     bytes/s in one direction that a device has inside its node; inter: bytes/s in one direction of all network
     cards of a node; None where the row does not say. params: of the model, None where unknown. tensor,
     pipeline, data: degrees; chunks: pipeline stages per rank. sharded: data ranks that share one copy of what
-    ZeRO divides. micro: sequences per microbatch and data rank; batch: per step. seconds: measured, of a
-    step, None where only memory or its lack was. gib: measured; memory_kind: what that counts. 0 and ""
-    stand for what a row does not say.
+    ZeRO divides. micro: sequences per microbatch and data rank; batch: per step. experts: 0 for a dense
+    model; topk: of a token; expert_ffn: width of one; shared_ffn: of those that all tokens take;
+    dense_layers: first layers without experts; expert_ranks: data ranks that divide them; dispatcher: of
+    their tokens. seconds: measured, of a step, None where only memory or its lack was. gib: measured;
+    memory_kind: what that counts. 0 and "" stand for what a row does not say.
     """
 
     id: str = ""
@@ -77,6 +91,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     network: str = ""
     model: str = ""
     notes: str = ""
+    remarks: str = ""
     params: Positive | None = None
     layers: Count = 0
     hidden: Count = 0
@@ -85,6 +100,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     ffn: Count = 0
     vocab: Count = 0
     seq: Count = 0
+    head_dim: Count = 0
+    experts: Number = 0
+    topk: Number = 0
+    expert_ffn: Count = 0
+    shared_ffn: Number = 0
+    dense_layers: Number = 0
+    latent: LatentSizes | None = None
+    expert_ranks: Count = 1
+    dispatcher: str = ""
     tensor: Count = 1
     pipeline: Count = 1
     data: Count = 0
@@ -121,7 +145,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     @property
     def fp8(self) -> bool:
         """Whether products are done in 8-bit floats."""
-        return "fp8" in self.precision or "float8" in self.precision
+        return "fp8" in self.precision.lower() or "float8" in self.precision.lower()
 
 
 class _Row(Run, frozen=True, kw_only=True, rename=_KEYS):
@@ -132,10 +156,11 @@ class _Row(Run, frozen=True, kw_only=True, rename=_KEYS):
     missing: tuple[Any, ...] = ()
     microbatches_told: NotNegative = 0
     context: Count = 1
-    expert_ranks: Count = 1
-    experts: Number = 0
-    topk: Number = 0
-    moe_ffn: Number = 0
+    expert_tensor: Count = 1
+    hybrid: dict[str, Any] | None = None
+    lora: dict[str, Any] | None = None
+    mtp_layers: Number = 0
+    step_time_s_from_tflops: Positive | None = None
     step_time_s_derived: Positive | None = None
     tokens_per_s_per_gpu: Positive | None = None
     samples_per_s_per_gpu: Positive | None = None
@@ -179,7 +204,7 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
 
 def _run(raw: Mapping[str, Any], number: int) -> Run | Unsupported:
     name = f"row {raw.get('id') or f'number {number}'}"
-    told = decoded({key: value for key, value in raw.items() if value not in (None, "")}, _Row, name)
+    told = decoded(_stated(raw), _Row, name)
     row = _filled(replace(told, id=told.id or f"row {number}"))
     reason = _reason(row)
     if not reason:
@@ -187,6 +212,15 @@ def _run(raw: Mapping[str, Any], number: int) -> Run | Unsupported:
         if row.seconds is None and row.gib is None and not row.oom:
             reason = "nothing was measured: no step time, throughput, memory or oom"
     return Unsupported(row.id, row.study, reason) if reason else row
+
+
+def _stated(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say something."""
+    return {
+        key: _stated(value) if isinstance(value, dict) else value
+        for key, value in raw.items()
+        if value not in (None, "")
+    }
 
 
 def _filled(row: _Row) -> _Row:
@@ -211,7 +245,9 @@ def _reason(row: _Row) -> str:
     """Why a row cannot be rebuilt; "" if it can."""
     if row.kind != "run":
         return f"its kind is {row.kind}, and only runs have a step"
-    absent = [_KEYS.get(name, name) for name in _NEEDED if not getattr(row, name)]
+    some_dense = not row.experts or row.dense_layers
+    needed = (*_NEEDED, *(("ffn",) if some_dense else ()), *(("topk", "expert_ffn") if row.experts else ()))
+    absent = [_KEYS.get(name, name) for name in needed if not getattr(row, name)]
     if not row.data:
         absent.append("d or n_gpus")
     if not row.micro:
@@ -223,14 +259,14 @@ def _reason(row: _Row) -> str:
         return f"its configuration is not complete: {missing}"
     if row.context > 1:
         return f"context parallelism (cp={row.context}) is not built"
-    if row.expert_ranks > 1 or row.experts:
-        return "a mixture of experts: its attention and shared experts are not told by the keys of a row"
+    if reason := _not_built(row):
+        return reason
     t, p, d = row.tensor, row.pipeline, row.data
     if t * p * d != row.gpus:
         return f"t={t} x p={p} x d={d} is not n_gpus={row.gpus}"
     if row.batch % (row.micro * d):
         return f"gbs={row.batch} is not a multiple of mbs={row.micro} x d={d}"
-    if row.hidden % row.heads or row.heads % row.kv_heads:
+    if (row.hidden % row.heads and not (row.head_dim or row.latent)) or row.heads % row.kv_heads:
         return "its heads do not divide hidden, or its kv_heads its heads"
     if row.heads % t or row.kv_heads % t:
         return f"its heads cannot be divided over t={t}"
@@ -242,6 +278,27 @@ def _reason(row: _Row) -> str:
         return f"it has more pipeline stages (p={p}, v={row.chunks}) than layers"
     if _recompute(row.recomputed) is None:
         return f"recomputation {row.recomputed!r} is not known"
+    return ""
+
+
+def _not_built(row: _Row) -> str:
+    """What of a model or of its training no program is rebuilt of; "" for nothing."""
+    if row.hybrid is not None:
+        return "a hybrid of attention and state spaces is not rebuilt"
+    if row.lora is not None:
+        return "it trains adapters: runs that train all parameters are rebuilt"
+    if row.mtp_layers:
+        return f"it predicts further tokens (mtp_layers={row.mtp_layers}), which is not rebuilt"
+    if "fp4" in row.precision.lower():
+        return f"products in {row.precision}: 16 and 8 bits have a price"
+    if row.expert_tensor not in (1, row.tensor):
+        return f"experts are divided over etp={row.expert_tensor} ranks, other layers over t={row.tensor}"
+    if row.expert_ranks > 1 and row.data % row.expert_ranks:
+        return (
+            f"experts are divided over tensor ranks too: ep={row.expert_ranks} does not divide d={row.data}"
+        )
+    if row.experts and row.experts % row.expert_ranks:
+        return f"ep={row.expert_ranks} does not divide its {row.experts} experts"
     return ""
 
 
@@ -261,13 +318,13 @@ def _recompute(words: str) -> Recomputed | None:
 
 def _seconds(row: _Row) -> float | None:
     """Measured seconds of a step; from throughput where nothing else is given."""
-    if told := row.seconds or row.step_time_s_derived:
+    if told := row.seconds or row.step_time_s_from_tflops or row.step_time_s_derived:
         return told
     if row.tokens_per_s_per_gpu:
         return row.batch * row.seq / (row.tokens_per_s_per_gpu * row.gpus)
     if row.samples_per_s_per_gpu:
         return row.batch / (row.samples_per_s_per_gpu * row.gpus)
-    if row.tflops_per_gpu:
+    if row.tflops_per_gpu and not row.experts:
         recomputes = row.recompute == "full" and row.tflops_kind.startswith("hardware")
         return step_flop(row, recompute=recomputes) / (row.tflops_per_gpu * 1e12 * row.gpus)
     return None

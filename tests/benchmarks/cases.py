@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoshard.validate.models import Architecture
+from autoshard.validate.models import Architecture, Experts, Latent
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ class Case:
 #: Llama Team, The Llama 3 Herd of Models (2024), table 3
 LLAMA3_8B = Architecture("llama", 32, 4096, 32, 8, 14336, 128256, 8192)
 #: DeepSeek-AI, DeepSeek-V3 Technical Report (2024), section 4.2
-DEEPSEEK_V3 = Architecture("deepseek_v3", 61, 7168, 128, 128, 18432, 129280, 4096)
+DEEPSEEK_V3 = Architecture(
+    *("deepseek_v3", 61, 7168, 128, 128, 18432, 129280, 4096),
+    experts=Experts(256, 8, 2048, shared=2048, dense=3),
+    latent=Latent(1536, 512, 128, 64, 128),
+)
 
 
 def gpt(layers: int, hidden: int, heads: int) -> Architecture:
