@@ -9,7 +9,7 @@ from autoshard.ir import Call
 from autoshard.ir.lowered import Phase
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import StepEstimate
-from autoshard.simulate.work import CollectiveWork, MemoryWork, Transfer, Work
+from autoshard.simulate.work import CollectiveWork, HostWork, MemoryWork, Transfer, Work
 
 _PHASES: dict[str, tuple[Phase, ...]] = {
     "F": ("forward",),
@@ -71,6 +71,8 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _amounts(work: Work) -> dict[str, Any]:
+    if isinstance(work, HostWork):
+        return {}
     amounts: dict[str, Any] = {"bytes": round(work.nbytes)}
     if isinstance(work, CollectiveWork):
         amounts["collective"] = work.kind

@@ -90,13 +90,17 @@ def _exchanging(rule: Factored, of: _Routed) -> Factored:
     return replace(rule, exchange=tuple((t, e) for t in of.tokens for e in of.experts))
 
 
-def _exchange_axis(call: LocalCall, chosen: int, slots: Sequence[object]) -> str | None:
-    """The axis that splits the tokens (of the input ``chosen``) and, in the slots, their experts."""
-    for name, tokens, placed in zip(call.mesh.names, call.in_layouts[chosen], slots, strict=True):
-        # slots that are split by tokens have all experts as outer blocks
-        if isinstance(tokens, Shard) and isinstance(placed, Shard) and placed.outer == 1:
-            return name
-    return None
+def _exchange_axes(call: LocalCall, chosen: int, slots: Sequence[object]) -> str | tuple[str, ...]:
+    """The axis that splits the tokens (of the input ``chosen``) and, in the slots, their experts; several,
+    outermost first, if more than one does; () if none does."""
+    laid = zip(call.mesh.names, call.in_layouts[chosen], slots, strict=True)
+    # slots that are split by tokens have all experts as outer blocks
+    axes = tuple(
+        name
+        for name, tokens, placed in laid
+        if isinstance(tokens, Shard) and isinstance(placed, Shard) and placed.outer == 1
+    )
+    return axes[0] if len(axes) == 1 else axes
 
 
 def _local_route(call: LocalCall) -> Node:
@@ -104,9 +108,9 @@ def _local_route(call: LocalCall) -> Node:
     chosen, count = call.node.args
     layout, type_ = call.out_layouts[0], call.node.types[0]
     assert layout is not None and type_ is not None
-    axis = _exchange_axis(call, 0, layout)
-    if axis is not None:
-        return replace(call.node, op=_EXCHANGES[call.node.op], args=((chosen,), axis, count))
+    axes = _exchange_axes(call, 0, layout)
+    if axes:
+        return replace(call.node, op=_EXCHANGES[call.node.op], args=((chosen,), axes, count))
     experts = tuple(Shard(0) if isinstance(p, Shard) and p.outer == 1 else R for p in layout)
     if all(p == R for p in experts):
         return call.node
@@ -117,11 +121,11 @@ def _local_route(call: LocalCall) -> Node:
 
 def _local_exchange(call: LocalCall) -> Node:
     """x, chosen, slots: as it stands, or with the axis over which tokens travel."""
-    axis = _exchange_axis(call, 1, call.in_layouts[2])
-    if axis is None:
+    axes = _exchange_axes(call, 1, call.in_layouts[2])
+    if not axes:
         return call.node
     slots, tokens = call.ins[2].shape[0], call.ins[1].shape[0]
-    args = (call.node.args, axis, slots // tokens)
+    args = (call.node.args, axes, slots // tokens)
     return replace(call.node, op=_EXCHANGES[call.node.op], args=args)
 
 

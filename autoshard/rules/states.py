@@ -255,6 +255,18 @@ def one_exchange(combo: Sequence[AxisState]) -> bool:
     return not owners or (len(owners) == 1 and all(s.factor != owners[0] for s in combo))
 
 
+def nested_exchanges(rule: Factored, combo: Sequence[AxisState], mesh_sizes: Sequence[int]) -> bool:
+    """Whether the axes that exchange rows do so with the same owners, of which each has as many ranks as any
+    other: rows go to the ranks of the first, and from there to those of the next."""
+    pairs = {(s.factor, s.owners) for s in combo if s.owners is not None}
+    if len(pairs) != 1:
+        return not pairs
+    ((_, owners),) = pairs
+    assert owners is not None
+    ways = prod(size for s, size in zip(combo, mesh_sizes, strict=True) if s.owners is not None)
+    return rule.sizes[owners] % ways == 0 and all(s.factor != owners for s in combo)
+
+
 def nests(
     rule: Factored, outside: frozenset[int], combo: Sequence[AxisState], mesh_sizes: Sequence[int]
 ) -> bool:

@@ -21,7 +21,7 @@ from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.runtime import rings
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
-from autoshard.runtime.exchange import ExpertExchange
+from autoshard.runtime.exchange import ExpertExchange, Hop, Send
 from autoshard.runtime.pending import Issue, PendingCollective, as_it_is
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.shard_utils import join_parts, part_in_blocks, part_shapes, take_part
@@ -32,14 +32,22 @@ from autoshard.runtime.transport.transport import Transport
 
 
 def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that runs an exchange of tokens over an axis."""
+    """The method that runs an exchange of tokens over an axis, or over several, outermost first."""
 
     def method(
-        self: GroupCollectives, view: RankView, xs: Sequence[torch.Tensor], axis: str, num_experts: int
+        self: GroupCollectives,
+        view: RankView,
+        xs: Sequence[torch.Tensor],
+        axes: str | Sequence[str],
+        num_experts: int,
     ) -> Any:
-        return run(self._experts(axis), num_experts, *xs)
+        return run(self._experts((axes,) if isinstance(axes, str) else tuple(axes)), num_experts, *xs)
 
     return method
+
+
+def _sender(over: Transport) -> Send:
+    return lambda rows, sent, given: over.exchange(rows.contiguous(), sent, given)
 
 
 class GroupCollectives:
@@ -58,7 +66,7 @@ class GroupCollectives:
         self.over, self.names, self.watch = dict(transports), dict(names or {}), watch
         #: axis -> the last message that was issued over it of those that go in turn
         self._last: WeakValueDictionary[str, PendingCollective] = WeakValueDictionary()
-        self._exchanges: dict[str, ExpertExchange] = {}
+        self._exchanges: dict[tuple[str, ...], ExpertExchange] = {}
 
     def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
         """The function that runs a ``comm`` node of a segment, "" for one of a part; an `Issue` for one whose
@@ -183,13 +191,11 @@ class GroupCollectives:
 
         return PendingCollective(self.over[axis].all_to_all(sent), join)
 
-    def _experts(self, axis: str) -> ExpertExchange:
-        found = self._exchanges.get(axis)
+    def _experts(self, axes: tuple[str, ...]) -> ExpertExchange:
+        found = self._exchanges.get(axes)
         if found is None:
-            over = self.over[axis]
-            found = self._exchanges[axis] = ExpertExchange(
-                over.ways, over.rank, lambda x, sent, given: over.exchange(x.contiguous(), sent, given)
-            )
+            hops = tuple(Hop(o.ways, o.rank, _sender(o)) for o in map(self.over.__getitem__, axes))
+            found = self._exchanges[axes] = ExpertExchange(hops)
         return found
 
     expert_route = _with_experts(ExpertExchange.route)

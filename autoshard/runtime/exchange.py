@@ -16,7 +16,7 @@ import torch
 
 from autoshard.ir.placement import chunk
 from autoshard.ops.experts import sum_rows
-from autoshard.runtime.pending import PendingCollective
+from autoshard.runtime.pending import PendingCollective, as_it_is
 from autoshard.runtime.transport.transport import Arrival
 
 #: (rows [sum of sent, ...] in the order of the ranks they go to, rows sent to each rank, rows that come
@@ -27,40 +27,77 @@ _ops = torch.ops.autoshard
 
 
 @dataclass(frozen=True)
-class TokenExchange:
-    """Which tokens of a rank go where, and how many it is given.
+class Hop:
+    """The ranks of one mesh axis, among which tokens travel. rank: of this one among its ``ways``."""
 
-    tokens: numbers of those that go, by rank. sent, received: tokens per rank. here: the choices of those
-    that come [sum of received, k]; only its shape counts.
+    ways: int
+    rank: int
+    send: Send
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Which tokens of a rank go where over one axis, and how many it is given.
+
+    tokens: numbers of those that go, by rank. sent, received: tokens per rank. count: tokens of this rank.
     """
 
     tokens: torch.Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    here: torch.Tensor
+    count: int
     send: Send
 
     def there(self, x: torch.Tensor) -> Arrival:
-        """Rows of the tokens of this rank [t, ...] -> of those that its experts work on."""
+        """Rows of the tokens of this rank [count, ...] -> of those that come."""
         return self.send(x.index_select(0, self.tokens), self.sent, self.received)
 
-    def back(self, x: torch.Tensor, count: int) -> PendingCollective:
-        """What was made here of tokens [sum of received, ...] -> its sum for the tokens of this rank
-        [count, ...]."""
+    def back(self, x: torch.Tensor) -> Arrival:
+        """What was made here of the tokens that came [sum of received, ...] -> its sum for the tokens of this
+        rank [count, ...]."""
         came = self.send(x, self.received, self.sent)
-        return PendingCollective(came, lambda rows: sum_rows(rows, self.tokens, count))
+        return lambda: sum_rows(came(), self.tokens, self.count)
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """Where the tokens of a rank go, axis by axis.
+
+    here: the choices of those that end here [tokens, k], counted from the first expert of this rank's part
+    of the last axis.
+    """
+
+    hops: tuple[_Sent, ...]
+    here: torch.Tensor
+
+    def there(self, x: torch.Tensor) -> Arrival:
+        """Rows of the tokens of this rank [t, ...] -> of those that its experts work on."""
+        arrival = self.hops[0].there(x)
+        for hop in self.hops[1:]:
+            arrival = _then(arrival, hop.there)
+        return arrival
+
+    def back(self, x: torch.Tensor) -> Arrival:
+        """What was made here of tokens [tokens here, ...] -> its sum for the tokens of this rank [t, ...]."""
+        arrival = self.hops[-1].back(x)
+        for hop in self.hops[-2::-1]:
+            arrival = _then(arrival, hop.back)
+        return arrival
+
+
+def _then(arrival: Arrival, step: Callable[[torch.Tensor], Arrival]) -> Arrival:
+    return lambda: step(arrival())()
 
 
 @dataclass
 class ExpertExchange:
-    """The exchanges of tokens of one rank over one axis of ``ways`` ranks.
+    """The exchanges of tokens of one rank over some axes, outermost first.
 
-    agreed: by the identity of ``chosen``, for as long as it exists.
+    Over several, a token goes once to each part of the outermost axis that has an expert of its choice, and
+    from there on to the ranks that do. agreed: by the identity of ``chosen``, for as long as it exists.
     """
 
-    ways: int
-    rank: int
-    send: Send
+    hops: tuple[Hop, ...]
     agreed: dict[int, tuple[weakref.ref[torch.Tensor], TokenExchange]] = field(default_factory=dict)
 
     def _exchange(self, chosen: torch.Tensor, num_experts: int) -> TokenExchange:
@@ -74,25 +111,20 @@ class ExpertExchange:
     def _agree(self, chosen: torch.Tensor, num_experts: int) -> TokenExchange:
         """chosen: experts of the tokens of this rank [t, k], counted over all experts; the k-th rank holds
         the k-th part of these, as `chunk` cuts them."""
-        width = chunk(num_experts, self.ways, 0)[1]
-        inside = (chosen >= 0) & (chosen < num_experts)
-        owner = torch.where(inside, chosen // width, self.ways)
-        goes = chosen.new_zeros((self.ways + 1, len(chosen)), dtype=torch.bool)
-        goes.scatter_(0, owner.t(), True)
-        counts = goes[: self.ways].sum(dim=1)
-        given = self.send(counts, [1] * self.ways, [1] * self.ways)()
-        # one look at the device for both lists
-        numbers = torch.cat([counts, given]).tolist()
-        sent, received = tuple(numbers[: self.ways]), tuple(numbers[self.ways :])
-        tokens = goes[: self.ways].nonzero()[:, 1]
-        here = self.send(chosen.index_select(0, tokens), sent, received)()
-        return TokenExchange(tokens, sent, received, here, self.send)
+        sent: list[_Sent] = []
+        for hop in self.hops:
+            made, chosen = _agreed(hop, chosen, num_experts)
+            sent.append(made)
+            first, num_experts = chunk(num_experts, hop.ways, hop.rank)
+            chosen = chosen - first
+        return TokenExchange(tuple(sent), chosen)
 
     def route(self, num_experts: int, chosen: torch.Tensor) -> torch.Tensor:
         """The slots of this rank's experts, of tokens of all ranks."""
-        first, held = chunk(num_experts, self.ways, self.rank)
-        here = self._exchange(chosen, num_experts).here
-        slots: torch.Tensor = _ops.route_part(here, held, first)
+        held = num_experts
+        for hop in self.hops:
+            held = chunk(held, hop.ways, hop.rank)[1]
+        slots: torch.Tensor = _ops.route_part(self._exchange(chosen, num_experts).here, held, 0)
         return slots
 
     def dispatch(
@@ -107,7 +139,7 @@ class ExpertExchange:
     ) -> PendingCollective:
         """x [s, h] -> [t, h]."""
         exchange = self._exchange(chosen, num_experts)
-        return exchange.back(_ops.combine(x, exchange.here, slots), len(chosen))
+        return PendingCollective(exchange.back(_ops.combine(x, exchange.here, slots)), as_it_is)
 
     def dispatch_weights(
         self, num_experts: int, weights: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
@@ -123,4 +155,21 @@ class ExpertExchange:
     ) -> PendingCollective:
         """x [s] -> [t, k]."""
         exchange = self._exchange(chosen, num_experts)
-        return exchange.back(_ops.combine_weights(x, exchange.here, slots), len(chosen))
+        return PendingCollective(exchange.back(_ops.combine_weights(x, exchange.here, slots)), as_it_is)
+
+
+def _agreed(hop: Hop, chosen: torch.Tensor, num_experts: int) -> tuple[_Sent, torch.Tensor]:
+    """(where tokens go over one axis, choices of those that come)."""
+    width = chunk(num_experts, hop.ways, 0)[1]
+    inside = (chosen >= 0) & (chosen < num_experts)
+    owner = torch.where(inside, chosen.div(width, rounding_mode="floor"), hop.ways)
+    goes = chosen.new_zeros((hop.ways + 1, len(chosen)), dtype=torch.bool)
+    goes.scatter_(0, owner.t(), True)
+    counts = goes[: hop.ways].sum(dim=1)
+    given = hop.send(counts, [1] * hop.ways, [1] * hop.ways)()
+    # one look at the device for both lists
+    numbers = torch.cat([counts, given]).tolist()
+    sent, received = tuple(numbers[: hop.ways]), tuple(numbers[hop.ways :])
+    tokens = goes[: hop.ways].nonzero()[:, 1]
+    came = hop.send(chosen.index_select(0, tokens), sent, received)()
+    return _Sent(tokens, sent, received, len(chosen), hop.send), came

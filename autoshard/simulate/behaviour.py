@@ -63,7 +63,9 @@ class Behaviour:
     not counted; narrow_gathers: whether what only such products take is made narrow before it is
     gathered. eager: whether modules of layers issue ops in Python, which takes their host longer than a
     program. blocking_launches: whether the host waits until an op is done before it issues the next
-    (CUDA_LAUNCH_BLOCKING). transport: of messages within a stage. steps_overlap: whether a
+    (CUDA_LAUNCH_BLOCKING). exchange: what goes to experts: a row per ``choice``, or one per ``rank``
+    that has some of a token's choice; exchange_tasks: what the host issues for each beside what a program
+    has. transport: of messages within a stage. steps_overlap: whether a
     pipeline rank begins the next step while others still compute. name: of what the figures are for.
     """
 
@@ -102,6 +104,8 @@ class Behaviour:
     narrow_gathers: bool = False
     eager: bool = False
     blocking_launches: bool = False
+    exchange: Literal["choice", "rank"] = "rank"
+    exchange_tasks: int = 0
     transport: Transport = "device"
     steps_overlap: bool = False
     name: str = ""

@@ -53,7 +53,7 @@ def message_of(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> OnThe
         case "layout", "all_to_all":
             held, finish = taken, given
         case "experts", _:
-            held = 2.0 * ops.sent_tokens(node, values) - given  # what goes, and what comes
+            held = 2.0 * ops.sent_tokens(node, values)[-1] - given  # what goes, and what comes
         case "quantised", "all_gather":
             held, finish = ops.packed(node, values) - given, 2.0 * given
         case "quantised", _:

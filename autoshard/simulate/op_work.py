@@ -10,7 +10,7 @@ from math import prod
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Graph, LocalSize, Node, TensorType, refs_of
 from autoshard.ir.collectives import COLLECTIVES, CollectiveSpec, axes_of, is_ring, spec_of, wheres_of
-from autoshard.ir.experts import destinations
+from autoshard.ir.experts import exchanged_bytes
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
 from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
@@ -24,6 +24,7 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.work import (
     Attention,
     CollectiveWork,
+    HostWork,
     MatmulWork,
     MemoryWork,
     TiledWork,
@@ -397,26 +398,34 @@ class Ops:
 
     def _exchange(self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue]) -> list[Work]:
         """Tokens sent to the ranks of their experts and laid into slots there, or sums sent back."""
-        parts, axis_name, _ = node.args
-        axis = self.mesh.index(str(axis_name))
-        ins = [values[r.name] for r in parts]
-        sent = self.sent_tokens(node, values)
+        ins = [values[r.name] for r in node.args[0]]
         local = self.work(product_of(node), values)
-        message = CollectiveWork(spec.primitive, axis, sent)
-        packed = MemoryWork(2.0 * sent)
-        if len(ins) == 1:
-            # first how many tokens go where
-            return [CollectiveWork(spec.primitive, axis, 8.0 * self.ways(node)), packed, message, *local]
-        combines = ins[0].type.filled not in (None, (1, 1))
-        return [*local, message, packed] if combines else [packed, message, *local]
+        tasks, routes = self.behaviour.exchange_tasks, len(ins) == 1
+        there: list[Work] = [] if routes or not tasks else [HostWork(tasks, False)]
+        back: list[Work] = list(there)
+        for name, sent in zip(axes_of(node), self.sent_tokens(node, values), strict=True):
+            axis = self.mesh.index(name)
+            message, packed = CollectiveWork(spec.primitive, axis, sent), MemoryWork(2.0 * sent)
+            if routes:
+                # first how many tokens go where
+                counts = CollectiveWork(spec.primitive, axis, 8.0 * self.mesh.sizes[axis])
+                there += [counts, HostWork(tasks, True)]
+            there += [packed, message]
+            back[:0] = [message, packed]
+        combines = not routes and ins[0].type.filled not in (None, (1, 1))
+        return [*local, *back] if combines else [*there, *local]
 
-    def sent_tokens(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
-        """Bytes of the rows of tokens that an exchange with experts sends from a rank, on average."""
+    def sent_tokens(self, node: Node, values: Mapping[str, PlacedValue]) -> tuple[float, ...]:
+        """Bytes of the rows of tokens that an exchange with experts sends from a rank over each of its axes,
+        on average."""
         ins = [values[r.name] for r in node.args[0]]
         slots = values[node.outs[0]] if len(ins) == 1 else ins[2]
         tokens = ins[0] if ins[0].type.filled in (None, (1, 1)) else values[node.outs[0]]
-        ways = self.mesh.sizes[self.mesh.index(str(node.args[1]))]
-        return self.nbytes(tokens) * destinations(slots.type, ways)
+        ways = [self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node)]
+        if self.behaviour.exchange == "choice":
+            assert slots.type.filled is not None
+            return tuple(self.nbytes(tokens) * slots.type.filled[0] for _ in ways)
+        return tuple(exchanged_bytes(self.nbytes(tokens), slots.type, ways))
 
 
 def _outer(node: Node) -> int:

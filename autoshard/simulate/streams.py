@@ -14,6 +14,7 @@ from autoshard.ir.collectives import spec_named
 from autoshard.simulate.work import (
     Attention,
     CollectiveWork,
+    HostWork,
     MatmulWork,
     MemoryWork,
     OpTask,
@@ -127,6 +128,8 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
             return work.count * sum(_seconds(each, device, links) for each in work.works)
         case Transfer():
             return host_of(device).seconds(work.nbytes)
+        case HostWork():
+            return 0.0
         case _:
             return traffic_seconds(work.nbytes, device)
 
@@ -206,6 +209,8 @@ class Player:
         if isinstance(work, Transfer):
             stream = 1 + len(self.sizes) + (not work.down)
             return _Timed(stream, cost, task.after, task.inputs, cost, cost, in_turn=work.down)
+        if isinstance(work, HostWork):
+            return _Timed(0, 0.0, task.after, task.inputs, 0.0, 0.0, issues=work.tasks, waits=work.waits)
         if not isinstance(work, CollectiveWork):
             return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
@@ -233,6 +238,8 @@ class _Timed(NamedTuple):
     in_turn: bool = False
     ring: bool = False
     unpacks: bool = False
+    issues: int = 0
+    waits: bool = False
 
 
 def _unpacks(task: OpTask, tasks: Sequence[OpTask]) -> bool:
@@ -335,6 +342,9 @@ class _Run:
             for i in inputs:
                 if taken[i] > start:
                     start = taken[i]
+            if task.waits:
+                self.host = max(self.host, start)
+            self.host += task.issues * habits.dispatch
             if not stream:
                 pure[k] = task.packs and all(bare[i] for i in inputs)
                 if first < 0:

@@ -70,6 +70,14 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class HostWork:
+    """The host issues so many further tasks. waits: first until the device has done what they depend on."""
+
+    tasks: int
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TiledWork:
     """The same works, one after the other, so many times."""
 
@@ -85,7 +93,7 @@ class TiledWork:
         return self.count * sum(work.nbytes for work in self.works)
 
 
-Work: TypeAlias = "MatmulWork | Attention | MemoryWork | CollectiveWork | Transfer | TiledWork"
+Work: TypeAlias = "MatmulWork | Attention | MemoryWork | CollectiveWork | Transfer | HostWork | TiledWork"
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,11 +119,19 @@ def _device(device: Device, run: Run) -> Device:
     return device
 
 
+def _domain(run: Run) -> int | None:
+    """GPUs that are joined by NVLink; as many in every domain of a job that does not fit one of them."""
+    domain, tray = run.nvlink or run.node, run.node or 1
+    if not domain or run.gpus <= domain or run.gpus % tray:
+        return domain
+    return next(n for n in range(domain - domain % tray, 0, -tray) if run.gpus % n == 0)
+
+
 def _levels(run: Run, base: Cluster, nvlink: float | None) -> tuple[tuple[Level, ...], Sequence[str]]:
     """The catalog's levels with the row's sizes and rates."""
     notes: list[str] = []
     *inside, outer = base.levels
-    node = run.nvlink or run.node
+    node = _domain(run)
     if inside:
         last = inside[-1]
         size = node or last.size

@@ -18,6 +18,7 @@ from autoshard.rules.states import (
     Digit,
     exchange_state,
     mixed_partial,
+    nested_exchanges,
     nests,
     one_exchange,
     split_state,
@@ -60,7 +61,8 @@ def broken_state(
     for number, combo in enumerate(product(*per_axis)):
         if number >= _COMBOS:
             break
-        if nests(rule, inner, combo, mesh.sizes) and one_exchange(combo):
+        exchanged = one_exchange(combo) or nested_exchanges(rule, combo, mesh.sizes)
+        if exchanged and nests(rule, inner, combo, mesh.sizes):
             return None
     return "placement", "axes that split the same factor do not cut all tensors at the same places"
 

@@ -5,6 +5,7 @@ by rank the same devices, shard by shard the same elements. Then
 
     all-gather       over the network first, while shards are small, then inside the node
     reduce-scatter   inside the node first, then over the network
+    tokens           over the network once per node that has experts of their choice, then inside it
     all-reduce       scattered inside the node, reduced over the network, gathered inside the node
 
 so that the network carries what a node has once, in messages between few ranks (R. Thakur, R. Rabenseifner,
@@ -195,6 +196,8 @@ class _Chain:
     def of(self, node: Node) -> list[Node]:
         """A node on the new mesh, as several where it is a collective over the refined axis."""
         r = self.refiner
+        if is_collective(node) and COLLECTIVES[node.op].family == "experts" and node.args[1] == r.axis:
+            return [replace(node, args=(node.args[0], r.names, *map(r.symbols, node.args[2:])))]
         if not is_collective(node) or node.args[1] != r.axis:
             kwargs = tuple((k, r.symbols(v)) for k, v in node.kwargs)
             return [replace(node, args=tuple(r.symbols(a) for a in node.args), kwargs=kwargs)]

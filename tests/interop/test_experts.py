@@ -7,13 +7,15 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from math import isfinite, isinf
+from itertools import product
+from math import isfinite, isinf, prod
 from typing import Any
 
 import pytest
 import torch
 from lockstep_check import RTOL, compare_step
 from planned import program
+from slow_links import slow_cluster
 from torch import nn
 
 from autoshard.api import compile_analysed
@@ -23,7 +25,9 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.ir import Node, Ref, TensorType, refs_of
+from autoshard.ir.collectives import axes_of
 from autoshard.ir.placement import Layout, P, R, Shard, chunk
+from autoshard.options import PassOptions
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.known_ops import known_ops
@@ -33,10 +37,14 @@ from autoshard.program.text import axis_names, program_text
 from autoshard.rules.core import Factored
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import OpState, op_states
-from autoshard.runtime.exchange import ExpertExchange
+from autoshard.runtime.exchange import ExpertExchange, Hop
 from autoshard.runtime.lockstep.in_process import InProcess, Table
+from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport.transport import Arrival
+from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.estimate import Estimator
+from autoshard.simulate.op_work import Ops
+from autoshard.verify.static import verify_static
 
 f64 = torch.float64
 #: expert 1 has no token; 4 and -1 are none of the experts
@@ -330,27 +338,49 @@ def test_load_balancing_loss(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("one", [False, True])
-@pytest.mark.parametrize(("ways", "cuts"), [(2, (7, 3)), (3, (4, 0, 6)), (4, (1, 2, 3, 4))])
-def test_tokens_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ...], one: bool) -> None:
-    """Ranks hold different numbers of tokens, one of them none at all. one: all go to the last expert."""
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ((2,), (7, 3)),
+        ((3,), (4, 0, 6)),
+        ((4,), (1, 2, 3, 4)),
+        ((2, 2), (1, 2, 3, 4)),
+        ((3, 2), (0, 3, 1, 0, 5, 1)),
+    ],
+)
+def test_tokens_go_to_their_experts_and_come_back(
+    sizes: tuple[int, ...], cuts: tuple[int, ...], one: bool
+) -> None:
+    """Ranks hold different numbers of tokens, one of them none at all. one: all go to the last expert. sizes:
+    of the axes, one after the other, that tokens travel over."""
+    ways = prod(sizes)
     count = 2 * ways
+    names = tuple("ab"[: len(sizes)])
+    views = [RankView(names, sizes, coords) for coords in product(*map(range, sizes))]
     make = torch.Generator().manual_seed(3)
     chosen = torch.stack([torch.randperm(count + 1, generator=make)[:2] for _ in range(10)])
     if one:
         chosen = torch.full((10, 1), count - 1)
     x, weight = torch.randn(10, 3, dtype=f64, generator=make), torch.randn(count, 3, 4, dtype=f64)
     held = [weight[start : start + n] for start, n in (chunk(count, ways, k) for k in range(ways))]
-    table = Table(ways)
+    tables: dict[tuple[int, ...], Table] = {}
+    for view in views:
+        for axis, size in enumerate(sizes):
+            tables.setdefault((axis, *without(view.coords, axis)), Table(size))
     messages: list[int] = []
 
-    def step(rank: int) -> torch.Tensor:
-        over = InProcess(table, rank)
+    def hop(rank: int, axis: int) -> Hop:
+        coords = views[rank].coords
+        over = InProcess(tables[axis, *without(coords, axis)], coords[axis])
 
         def send(rows: torch.Tensor, sent: Sequence[int], given: Sequence[int]) -> Arrival:
             messages.append(rank)
             return over.exchange(rows, sent, given)
 
-        exchange = ExpertExchange(ways, rank, send)
+        return Hop(sizes[axis], coords[axis], send)
+
+    def step(rank: int) -> torch.Tensor:
+        exchange = ExpertExchange(tuple(hop(rank, axis) for axis in range(len(sizes))))
         own, mine = x.split(cuts)[rank], chosen.split(cuts)[rank]
         slots = exchange.route(count, mine)
         rows = exchange.dispatch(count, own, mine, slots).results()
@@ -364,7 +394,7 @@ def test_tokens_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ..
         found = torch.cat(list(pool.map(step, range(ways))))
     torch.testing.assert_close(found, _ops.combine(rows, chosen, slots))
     # counts, choices, tokens there and sums back: who goes where is agreed on once
-    assert [messages.count(rank) for rank in range(ways)] == [4] * ways
+    assert [messages.count(rank) for rank in range(ways)] == [4 * len(sizes)] * ways
 
 
 @functools.cache
@@ -396,6 +426,39 @@ def test_experts_are_split_over_the_axis_that_splits_tokens(mesh: str) -> None:
     assert ops.count("comm.expert_dispatch.default") == ops.count("comm.expert_combine.default") == 2
     errors = compare_step(made, model, inputs)
     assert max(errors.values()) < RTOL
+
+
+def without(coords: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*coords[:axis], *coords[axis + 1 :])
+
+
+@pytest.mark.parametrize("mesh", ["ep=4", "fsdp=4", "ep=4,tp=2"])
+def test_tokens_go_once_to_a_node_and_from_there_to_its_ranks(mesh: str) -> None:
+    """By the text of the program, whose placements are proved, and in numbers; fewer bytes leave a node."""
+    pytest.importorskip("transformers")
+    model, inputs, analysis = _wide()
+    cluster = slow_cluster(nodes_of=2 * prod(Mesh.parse(mesh).sizes) // 4)
+    plan = plan_analysed(analysis, [Mesh.parse(mesh)], cluster)
+    plain, levels = (compile_analysed(plan, passes=PassOptions(hierarchy=h)) for h in ("off", "levels"))
+    axis = mesh[:-2].split("=", maxsplit=1)[0]
+    nodes = [
+        n for s in levels.lowered.segments.values() for n in s.graph.nodes if n.op.startswith("comm.expert")
+    ]
+    assert nodes and {axes_of(n) for n in nodes} == {(f"{axis}_network", f"{axis}_node")}
+    assert verify_static(levels).ok
+    assert max(compare_step(levels, model, inputs).values()) < RTOL
+    ops = Ops(Mesh.parse(levels.mesh), (0,) * len(Mesh.parse(levels.mesh).sizes), Behaviour())
+    near = Ops(Mesh.parse(plain.mesh), (0,) * len(Mesh.parse(plain.mesh).sizes), Behaviour())
+    assert _sent(levels, ops)[0] < _sent(plain, near)[0]
+
+
+def _sent(made: Program, ops: Ops) -> tuple[float, ...]:
+    """Bytes of the first dispatch, by axis."""
+    for segment in made.lowered.segments.values():
+        for node in segment.graph.nodes:
+            if node.op == "comm.expert_dispatch.default":
+                return ops.sent_tokens(node, segment.placed())
+    raise AssertionError("no dispatch")
 
 
 @pytest.mark.parametrize("mesh", ["ep=4", "ep=2,tp=2", "fsdp=2,ep=2"])
