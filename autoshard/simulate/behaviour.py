@@ -65,8 +65,9 @@ class Behaviour:
     program. blocking_launches: whether the host waits until an op is done before it issues the next
     (CUDA_LAUNCH_BLOCKING). exchange: what goes to experts: a row per ``choice``, or one per ``rank``
     that has some of a token's choice; exchange_tasks: what the host issues for each beside what a program
-    has. transport: of messages within a stage. steps_overlap: whether a
-    pipeline rank begins the next step while others still compute. name: of what the figures are for.
+    has; exchange_overlap: whether another microbatch computes meanwhile. transport: of messages within a
+    stage. steps_overlap: whether a pipeline rank begins the next step while others still compute. name: of
+    what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -106,6 +107,7 @@ class Behaviour:
     blocking_launches: bool = False
     exchange: Literal["choice", "rank"] = "rank"
     exchange_tasks: int = 0
+    exchange_overlap: bool = False
     transport: Transport = "device"
     steps_overlap: bool = False
     name: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -41,7 +41,12 @@ _NORM_BACKWARD = "aten.native_layer_norm_backward.default"
 #: bytes of an element of a narrow copy
 _NARROW = 1
 #: products that may be of narrow factors
-NARROWED = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
+NARROWED = frozenset(
+    (
+        *("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"),
+        *("autoshard.expert_mm.default", *_OUTER),
+    )
+)
 PRODUCTS = frozenset((*matmul.RULES, *attention.RULES, *experts.RULES, "aten.addmm.default"))
 
 
@@ -106,17 +111,23 @@ class Ops:
         outs = [values[n] for n, t in zip(node.outs, node.types, strict=True) if t is not None]
         dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
         if node.op in NARROWED:
-            factors = list(refs_of(node))[-2:]
+            factors = [name for name in refs_of(node) if values[name].type.is_float][-2:]
             once = () if self.behaviour.narrow_weights else weights
             made = (name for name in factors if name not in once and name not in narrow)
-            narrowed = sum(self.nbytes(values[name]) for name in made)
-            return self._product(ins, outs[0], dtype, narrowed)
+            narrowed = self._narrowed(sum(self.nbytes(values[name]) for name in made), dtype)
+            dtype = self.behaviour.product_dtype or dtype
+            if node.op not in experts.RULES:
+                return [*narrowed, self._product(ins, outs[0], dtype)]
+            names = dict.fromkeys((*refs_of(node), *node.outs))
+            return [
+                *narrowed,
+                *self._other_products(node, ins, outs, dtype, self._moved(names, values, inside)),
+            ]
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
         if node.op == TILES:
             return [self._tiled(node)]
-        names = [*dict.fromkeys(refs_of(node)), *node.outs]
-        moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
+        moved = self._moved(dict.fromkeys((*refs_of(node), *node.outs)), values, inside)
         if node.op == _NORM_BACKWARD:
             moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])
         if node.op in PRODUCTS:
@@ -146,19 +157,24 @@ class Ops:
     def _operand(self, placed: PlacedValue) -> Operand:
         return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
 
-    def _product(
-        self, ins: Sequence[PlacedValue], out: PlacedValue, dtype: str, narrowed: float
-    ) -> list[Work]:
-        """narrowed: bytes of the factors of which narrow copies are made."""
+    def _moved(
+        self, names: Iterable[str], values: Mapping[str, PlacedValue], inside: Collection[str]
+    ) -> float:
+        """Bytes that are read and written of some values."""
+        return sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
+
+    def _narrowed(self, nbytes: float, dtype: str) -> list[Work]:
+        """Making narrow copies of factors of so many bytes."""
+        if not self.behaviour.product_dtype:
+            return []
+        return [MemoryWork(nbytes / DTYPES[dtype][1] * self.behaviour.narrow_bytes)]
+
+    def _product(self, ins: Sequence[PlacedValue], out: PlacedValue, dtype: str) -> MatmulWork:
         left, made = self.shape(ins[-2]), self.shape(out)
         batch, rows, columns, depth = prod(made[:-2]), made[-2], made[-1], left[-1]
         taken = sum(self.nbytes(v) for v in ins[-2:])
-        narrow = self.behaviour.product_dtype
         turned = ins[-2].turned, ins[-1].turned
-        product = MatmulWork(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out), turned)
-        if not narrow:
-            return [product]
-        return [MemoryWork(narrowed / DTYPES[dtype][1] * self.behaviour.narrow_bytes), product]
+        return MatmulWork(batch, rows, columns, depth, dtype, taken + self.nbytes(out), turned)
 
     def _other_products(
         self, node: Node, ins: Sequence[PlacedValue], outs: Sequence[PlacedValue], dtype: str, moved: float

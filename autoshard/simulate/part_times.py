@@ -59,6 +59,7 @@ class Parts:
             how.late_waits,
             kernels.view,
             how.blocking_launches,
+            how.exchange_overlap,
         )
         return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, bool(self.program.offload))
 

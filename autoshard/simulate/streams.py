@@ -147,8 +147,8 @@ class Habits:
     what they bring is needed, or the next reduce-scatter of their axis is issued
     (`runtime.collectives`), and copied to where it lies only then; the first three are then of no meaning.
     view: seconds of an op that only looks at a tensor in another way, which the device itself issues.
-    blocking: whether the host issues a task when the
-    one before it is done.
+    blocking: whether the host issues a task when the one before it is done. experts: whether another
+    microbatch computes while tokens are on their way, so that nothing waits for them.
     """
 
     ahead: bool = True
@@ -159,6 +159,7 @@ class Habits:
     late: bool = False
     view: float = 0.0
     blocking: bool = False
+    experts: bool = False
 
 
 class Player:
@@ -215,8 +216,15 @@ class Player:
             return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
+        spec = spec_named(task.op)
+        aside = self.habits.experts and spec is not None and spec.family == "experts"
         ring = work.kind == "hop"
-        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=task.turn, ring=ring)
+        return _Timed(
+            *(1 + work.axis, cost, task.after, task.inputs, wide, bare),
+            in_turn=task.turn,
+            ring=ring,
+            aside=aside,
+        )
 
     @staticmethod
     def _packs(task: OpTask) -> bool:
@@ -240,6 +248,7 @@ class _Timed(NamedTuple):
     unpacks: bool = False
     issues: int = 0
     waits: bool = False
+    aside: bool = False
 
 
 def _unpacks(task: OpTask, tasks: Sequence[OpTask]) -> bool:
@@ -367,6 +376,12 @@ class _Run:
                         continue
                 elif not step.loose:
                     cost, start = task.as_activation, max(start, free[0])
+            if task.aside:
+                end[k] = start = max(
+                    self.host, free[0], *(end[d] for d in after), *(taken[i] for i in inputs)
+                )
+                self._runs(number, k, stream, cost, max(start, free[stream]))
+                continue
             end[k] = self._runs(number, k, stream, cost, start)
             if task.in_turn:
                 self.last[stream] = end[k]

@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
-from autoshard.cost.recipe import MIXED
+from autoshard.cost.recipe import MIXED, Recipe
 from autoshard.ir.decode import decoded
 from autoshard.simulate.behaviour import Behaviour, Keeps
 from autoshard.validate.rows import Run
@@ -18,7 +19,10 @@ from autoshard.validate.rows import Run
 #: words of a precision that say that gradients are summed in fp32
 _WIDE_GRADIENTS = re.compile(r"fp32 (grad|acc|reduc)")
 #: keys that say for which runs an entry is
-_FOR = frozenset(("name", "match", "precision", "network", "gpus", "until"))
+#: bytes per parameter of fp32 masters and two moments
+_MASTERS = 12
+_WIDTHS = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
+_FOR = frozenset(("name", "match", "precision", "network", "remarks", "gpus", "until"))
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Framework:
     vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor
     ranks; 0 for no padding. wide_gradient: bytes per parameter of gradients that are summed in fp32;
     wide_sum: bytes that a microbatch moves for it, None for as many as in the type of the parameters.
+    exchange_tasks: of its own all-to-all, see `Behaviour`.
     """
 
     name: str
@@ -40,6 +45,8 @@ class Framework:
     until: int | None = None
     wide_gradient: int = 4
     wide_sum: int | None = None
+    exchange_tasks: int = 0
+    remarks: str = ""
 
     @property
     def assumed(self) -> bool:
@@ -51,6 +58,7 @@ class Framework:
         return (
             self.match in run.framework.lower()
             and self.precision in run.precision.lower()
+            and self.remarks in run.remarks.lower()
             and self.network in run.network.lower()
             and self.gpus <= run.gpus
             and (self.until is None or 0 < run.year <= self.until)
@@ -68,7 +76,10 @@ def frameworks() -> tuple[Framework, ...]:
 
 def _shared(named: Mapping[str, Mapping[str, Any]], like: str) -> dict[str, Any]:
     """What an entry takes from the one that it is like: all but what says for which runs that one is."""
-    return {key: value for key, value in named[like].items() if key not in _FOR} if like else {}
+    if not like:
+        return {}
+    entry = {**_shared(named, named[like].get("like", "")), **named[like]}
+    return {key: value for key, value in entry.items() if key not in _FOR}
 
 
 def _framework(entry: Mapping[str, Any]) -> Framework:
@@ -96,13 +107,39 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
         recipe = replace(MIXED, gradient=framework.wide_gradient)
         summed = behaviour.sum_bytes if framework.wide_sum is None else framework.wide_sum
         behaviour = replace(behaviour, recipe=recipe, gradient_dtype="f32", step_bytes=0.0, sum_bytes=summed)
+    if run.cuda_graphs not in ("", "none"):
+        # of graphs of parts, what is left to the host counts as little
+        behaviour = replace(behaviour, eager=False)
+    if run.dispatcher == "alltoall":
+        behaviour = replace(behaviour, exchange="choice", exchange_tasks=framework.exchange_tasks)
+    told = run.overlap
+    behaviour = replace(behaviour, recipe=_recipe(run, behaviour.recipe))
     return replace(
         behaviour,
+        gradients_overlap=_or(told.grad_reduce, behaviour.gradients_overlap),
+        gathers_overlap=_or(told.param_gather, behaviour.gathers_overlap),
+        exchange_overlap=told.ep_a2a,
         attention_again=run.recompute == "attention",
         keeps=_keeps(run, behaviour),
         product_dtype="f8" if run.fp8 and "f8" in rates else "",
-        tensor_overlap=behaviour.tensor_overlap or "async tp" in run.framework.lower(),
+        tensor_overlap=_or(told.tp, behaviour.tensor_overlap) or "async tp" in run.framework.lower(),
     )
+
+
+def _recipe(run: Run, recipe: Recipe) -> Recipe:
+    """With the types that a row says of an optimizer whose parameters have fp32 masters."""
+    if recipe.optimizer != _MASTERS or not run.optimizer.moments:
+        return recipe
+    moments = 2 * _WIDTHS[run.optimizer.moments]
+    masters = 4 if run.optimizer.main_params == "float32" else 0
+    gradient = next(
+        (w for name, w in _WIDTHS.items() if run.optimizer.grads.startswith(name)), recipe.gradient
+    )
+    return replace(recipe, optimizer=moments + masters, gradient=gradient)
+
+
+def _or(told: bool | None, assumed: bool) -> bool:
+    return assumed if told is None else told
 
 
 def _keeps(run: Run, behaviour: Behaviour) -> Keeps:

@@ -37,6 +37,8 @@ def machine_of(run: Run) -> RunMachine:
     entry, notes = _entry(run)
     base = load_cluster(entry["cluster"])
     device = replace(base.device, **{k: v for k, v in entry.items() if k.startswith("memory_")})
+    efficiency = min(1.0, entry.get("sustained", 1.0) * device.matmul_efficiency)
+    device = replace(device, matmul_efficiency=efficiency)
     own = device.kernels
     own = replace(own, watts=entry.get("watts", own.watts), best=entry.get("best", own.best))
     device = replace(device, kernels=own)

@@ -169,6 +169,10 @@ class _Masks:
             )
             for s in variable.states
         ]
+        rule, owners = self.model.rules[name, variable.number], self.run_placement.owners
+        if owners is not None and rule.exchange:
+            sent = [rule.exchanged(s.inputs, s.outputs) == owners for s in variable.states]
+            ok = [o and s for o, s in zip(ok, sent, strict=True)]
         return self._mask(f"{node.op} {node.origin.fqn}", ok)
 
     def _param(self, variable: ParamVar) -> Array | None:

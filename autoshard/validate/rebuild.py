@@ -235,7 +235,11 @@ def _notes(told: _Told) -> tuple[str, ...]:
         f"{device.name} has no rate for {kind}: its products are priced as {'bf16' if run.fp8 else 'f32'}",
     )
     assumed = (f"{run.framework or 'its framework'} is not known: {framework.name} behaviour",)
+    hosted = (f"in host memory there ({', '.join(run.offload or ())}), on the device here",)
+    uneven = ("tokens are taken to choose all experts as often, where routing is natural",)
     return (
+        *(hosted if run.offload else ()),
+        *(uneven if run.experts and run.routing == "natural" else ()),
         *((told.known.note,) if told.known.note else ()),
         *told.machine.notes,
         *(slow if kind not in device.peak_flops else ()),

@@ -62,6 +62,23 @@ class LatentSizes(msgspec.Struct, frozen=True, kw_only=True):
     v_head_dim: Count = 0
 
 
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs beside computing; None where a row does not say."""
+
+    tp: bool | None = None
+    grad_reduce: bool | None = None
+    param_gather: bool | None = None
+    ep_a2a: bool = False
+
+
+class Optimizer(msgspec.Struct, frozen=True, kw_only=True):
+    """Types of what there is per parameter, in words; "" where a row does not say."""
+
+    moments: Literal["", "float32", "bfloat16", "float16"] = ""
+    main_params: str = ""
+    grads: str = ""
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     """One measured training run.
 
@@ -72,8 +89,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     ZeRO divides. micro: sequences per microbatch and data rank; batch: per step. experts: 0 for a dense
     model; topk: of a token; expert_ffn: width of one; shared_ffn: of those that all tokens take;
     dense_layers: first layers without experts; expert_ranks: data ranks that divide them; dispatcher: of
-    their tokens. seconds: measured, of a step, None where only memory or its lack was. gib: measured;
-    memory_kind: what that counts. 0 and "" stand for what a row does not say.
+    their tokens. cuda_graphs: what the device issues without its host. offload: what lies in host memory.
+    routing: of tokens to experts. seconds: measured, of a step, None
+    where only memory or its lack was. gib: measured; memory_kind: what that counts. 0 and "" stand for what
+    a row does not say.
     """
 
     id: str = ""
@@ -109,6 +128,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     latent: LatentSizes | None = None
     expert_ranks: Count = 1
     dispatcher: str = ""
+    cuda_graphs: str = ""
+    overlap: Overlap = Overlap()
+    optimizer: Optimizer = Optimizer()
+    offload: dict[str, Any] | None = None
+    routing: str = ""
     tensor: Count = 1
     pipeline: Count = 1
     data: Count = 0
@@ -161,6 +185,7 @@ class _Row(Run, frozen=True, kw_only=True, rename=_KEYS):
     lora: dict[str, Any] | None = None
     mtp_layers: Number = 0
     step_time_s_from_tflops: Positive | None = None
+    optimizer_sharding: str = ""
     step_time_s_derived: Positive | None = None
     tokens_per_s_per_gpu: Positive | None = None
     samples_per_s_per_gpu: Positive | None = None
@@ -236,6 +261,8 @@ def _filled(row: _Row) -> _Row:
         micro=row.micro or (int(row.batch // pieces) if pieces else 0),
         kv_heads=row.kv_heads or row.heads,
         sharded=row.sharded or data,
+        # gathered once a step, as by stage 2
+        zero=2 if row.zero == 3 and "reshard_after_forward false" in row.optimizer_sharding else row.zero,
         sequence_parallel=row.sequence_parallel and row.tensor > 1,
         **{name: value * _UNITS[name] for name, value in told.items() if value is not None},
     )

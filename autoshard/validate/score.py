@@ -71,7 +71,7 @@ def scored(rebuilt: Rebuilt, seconds: float, peak_bytes: float) -> Scored:
         run.gib,
         counted(peak_bytes, run.memory_kind, axes, memory) / unit_of(run.memory_kind),
         run.oom,
-        not fits(peak_bytes, memory, axes),
+        not (run.offload or fits(peak_bytes, memory, axes)),
         rebuilt.notes,
     )
 

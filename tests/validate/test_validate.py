@@ -76,6 +76,17 @@ def row(**changed: Any) -> dict[str, Any]:
     return {**base, **changed}
 
 
+MIXTURE: dict[str, Any] = {"experts": 8, "topk": 2, "moe_ffn": 32}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+SHARED: dict[str, Any] = {**MIXTURE, "shared_expert_ffn": 64, "first_dense_layers": 1}
+
+
 def read(tmp_path: Path, *rows: dict[str, Any], studies: tuple[str, ...] = ()) -> list[Run | Unsupported]:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(list(rows)))
@@ -104,7 +115,14 @@ def rebuilt_of(run: Run) -> Rebuilt:
         ({"layers": None, "vocab": None}, "no layers, vocab"),
         ({"config_complete": False, "missing": ["the network"]}, "not complete: the network"),
         ({"cp": 2, "n_gpus": 16}, "context parallelism (cp=2)"),
-        ({"experts": 8, "topk": 2}, "mixture of experts"),
+        ({"experts": 8, "topk": 2}, "no moe_ffn"),
+        ({**MIXTURE, "ep": 4}, "ep=4 does not divide d=2"),
+        ({**MIXTURE, "experts": 9, "ep": 2}, "ep=2 does not divide its 9 experts"),
+        ({**MIXTURE, "etp": 4}, "over etp=4 ranks"),
+        ({"hybrid": {"pattern": "M*"}}, "state spaces"),
+        ({"lora": {"rank": 8}}, "trains adapters"),
+        ({"mtp_layers": 1}, "mtp_layers=1"),
+        ({"precision": "NVFP4"}, "products in NVFP4"),
         ({"n_gpus": 16}, "t=2 x p=2 x d=2 is not n_gpus=16"),
         ({"gbs": 6}, "gbs=6 is not a multiple of mbs=2 x d=2"),
         ({"t": 8, "p": 1, "d": 1}, "cannot be divided over t=8"),
@@ -249,6 +267,13 @@ def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
     assert name("Megatron-DeepSpeed", 2022) == "Megatron-DeepSpeed"
     assert name("llm-foundry FSDP", 2023) == "llm-foundry"
     assert name("FSDP", 2024) == "FSDP without compile"
+    assert name("NeMo AutoModel (PyTorch FSDP2)", 2025) == "NeMo Automodel"
+    assert name("Megatron-Bridge 26.06 NeMo Container", 2026) == "Megatron-Bridge"
+    eager = run_of(tmp_path, framework="torchtitan", notes="eager")
+    assert (framework_of(eager).name, name("torchtitan", 2025)) == (
+        "torchtitan without compile",
+        "torchtitan",
+    )
     wide = run_of(tmp_path, framework="llm-foundry FSDP", precision="amp_bf16/DEFAULT")
     assert framework_of(wide).behaviour.gradient_dtype == "f32"
     summed = run_of(tmp_path, framework="Megatron-DeepSpeed", precision="bf16 (fp32 grad accumulation)")
@@ -461,8 +486,13 @@ def test_batches_are_scaled_as_they_would_be_captured() -> None:
         {"sp": True, "zero": 1, "recompute": "selective", "model": "Llama", "kv_heads": 2, "ffn": 96},
         {"zero": 3, "fsdp_shard": 2, "p": 1, "d": 4, "gbs": 32, "recompute": "none"},
         {"p": 4, "t": 1, "v": 2, "schedule": "interleaved-1F1B", "layers": 6},
+        {**MIXTURE, "t": 1, "p": 1, "d": 8, "ep": 4, "zero": 1, "ffn": None, "head_dim": 8, "kv_heads": 2},
+        {**SHARED, "t": 1, "d": 4, "ep": 2, "zero": 3, "mla": LATENT, "recompute": "full"},
     ],
-    ids=["sequence parallel", "ZeRO-1", "ZeRO-3 in groups", "interleaved with short ends"],
+    ids=[
+        *("sequence parallel", "ZeRO-1", "ZeRO-3 in groups", "interleaved with short ends"),
+        *("experts", "latent attention and shared experts"),
+    ],
 )
 def test_rebuilt_programs_compute_what_the_model_does(tmp_path: Path, changed: dict[str, Any]) -> None:
     run = run_of(tmp_path, **{"vocab": 256, "precision": "fp32", **changed})
@@ -472,6 +502,42 @@ def test_rebuilt_programs_compute_what_the_model_does(tmp_path: Path, changed: d
     tokens = torch.randint(0, run.vocab, (run.batch, run.seq))
     found = verify(program, model, (), {"input_ids": tokens, "labels": tokens}, steps=2)
     assert found.ok, found.worst()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_experts_are_divided_over_their_ranks(tmp_path: Path, zero: int) -> None:
+    """What ZeRO divides of them is so over ranks with the same experts; other parameters over all."""
+    run = run_of(tmp_path, **{**MIXTURE, "t": 1, "p": 1, "d": 8, "ep": 4, "zero": zero, "ffn": None})
+    program = rebuilt_of(run).program
+    assert program.mesh == ("fsdp=2,ep=4" if zero else "dp=2,ep=4")
+    layouts = {p.target: program.lowered.values[p.name].layout for p in program.signature.ports}
+    assert layouts["model.layers.0.mlp.experts.down_proj"][1] == Shard(0)
+    assert isinstance(layouts["model.layers.0.mlp.experts.down_proj"][0], Shard) is bool(zero)
+    query = layouts["model.layers.0.self_attn.q_proj.weight"]
+    assert all(isinstance(p, Shard) for p in query) is bool(zero)
+
+
+def test_the_host_waits_for_the_numbers_of_tokens(tmp_path: Path) -> None:
+    """And issues more for an exchange of a row per choice, which also sends more."""
+    few = {**MIXTURE, "t": 1, "p": 1, "d": 8, "ep": 4, "ffn": None, "framework": "Megatron-Bridge"}
+    seconds = [
+        estimate_step(made.program, made.cluster, behaviour=made.behaviour).seconds
+        for made in (
+            rebuilt_of(run_of(tmp_path, **few, dispatcher=name, cuda_graphs=graphs))
+            for name, graphs in (("alltoall", ""), ("deepep", ""), ("deepep", "full_iteration"))
+        )
+    ]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+def test_exchanges_beside_another_microbatch_cost_less(tmp_path: Path) -> None:
+    wide = {**MIXTURE, "t": 1, "p": 1, "d": 8, "ep": 4, "ffn": None, "seq": 2048, "hidden": 256}
+    alone, beside = (
+        rebuilt_of(run_of(tmp_path, **wide, cuda_graphs="full_iteration", overlap={"ep_a2a": told}))
+        for told in (False, True)
+    )
+    steps = [estimate_step(r.program, r.cluster, behaviour=r.behaviour).seconds for r in (alone, beside)]
+    assert steps[0] > steps[1]
 
 
 # -- scores --------------------------------------------------------------------------------------------
