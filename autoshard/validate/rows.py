@@ -62,7 +62,7 @@ class LatentSizes(msgspec.Struct, frozen=True, kw_only=True):
     v_head_dim: Count = 0
 
 
-class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+class StatedOverlap(msgspec.Struct, frozen=True, kw_only=True):
     """What runs beside computing; None where a row does not say."""
 
     tp: bool | None = None
@@ -71,7 +71,7 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     ep_a2a: bool = False
 
 
-class Optimizer(msgspec.Struct, frozen=True, kw_only=True):
+class StatedOptimizer(msgspec.Struct, frozen=True, kw_only=True):
     """Types of what there is per parameter, in words; "" where a row does not say."""
 
     moments: Literal["", "float32", "bfloat16", "float16"] = ""
@@ -129,8 +129,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     expert_ranks: Count = 1
     dispatcher: str = ""
     cuda_graphs: str = ""
-    overlap: Overlap = Overlap()
-    optimizer: Optimizer = Optimizer()
+    overlap: StatedOverlap = StatedOverlap()
+    optimizer: StatedOptimizer = StatedOptimizer()
     offload: dict[str, Any] | None = None
     routing: str = ""
     tensor: Count = 1
@@ -178,6 +178,7 @@ class _Row(Run, frozen=True, kw_only=True, rename=_KEYS):
     kind: str = "run"
     config_complete: bool = True
     missing: tuple[Any, ...] = ()
+    inferred: tuple[Any, ...] = ()
     microbatches_told: NotNegative = 0
     context: Count = 1
     expert_tensor: Count = 1
@@ -312,6 +313,8 @@ def _not_built(row: _Row) -> str:
     """What of a model or of its training no program is rebuilt of; "" for nothing."""
     if row.hybrid is not None:
         return "a hybrid of attention and state spaces is not rebuilt"
+    if row.latent is None and re.search(r"\bmla\b", f"{row.notes} {row.inferred}".lower()):
+        return "its attention is latent, and no key mla says its widths"
     if row.lora is not None:
         return "it trains adapters: runs that train all parameters are rebuilt"
     if row.mtp_layers:

@@ -121,6 +121,7 @@ def rebuilt_of(run: Run) -> Rebuilt:
         ({**MIXTURE, "etp": 4}, "over etp=4 ranks"),
         ({"hybrid": {"pattern": "M*"}}, "state spaces"),
         ({"lora": {"rank": 8}}, "trains adapters"),
+        ({"inferred": ["MLA of DeepSeek-V2"]}, "no key mla"),
         ({"mtp_layers": 1}, "mtp_layers=1"),
         ({"precision": "NVFP4"}, "products in NVFP4"),
         ({"n_gpus": 16}, "t=2 x p=2 x d=2 is not n_gpus=16"),
