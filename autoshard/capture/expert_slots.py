@@ -12,8 +12,10 @@ from dataclasses import replace
 from autoshard.errors import CaptureError
 from autoshard.ir import Arg, Graph, Node, TensorType, refs_of
 from autoshard.ir.row_tiles import SHAPED
+from autoshard.rules.registry import RULES
 
-_CHOICES, _ROUTE = "autoshard.choices.default", "autoshard.route.default"
+_CHOICES = "autoshard.choices.default"
+_ROUTES = frozenset(("autoshard.route.default", "autoshard.route_one.default"))
 #: what is given slots and makes no value of slots
 _ENDS = frozenset(
     (
@@ -45,20 +47,38 @@ def with_slots(graph: Graph) -> Graph:
 def _filled(node: Node, ins: Sequence[TensorType]) -> Node:
     if node.op == _CHOICES:
         return _with(node, (1, 1))
-    if node.op == _ROUTE:
+    if node.op in _ROUTES:
         experts = node.args[1]
         return _with(node, (min(ins[0].shape[1], experts), experts))
     slots = next((t for t in ins if t.filled not in (None, (1, 1))), None)
     if slots is None or node.op in _ENDS:
         return node
-    count = slots.shape[0]
-    for out in node.types:
-        if out is not None and (not out.shape or out.shape[0] != count) and count in out.shape:
-            raise _refusal(node)
-    if all(out is None or out.shape[:1] != (count,) for out in node.types):
+    hold = _holds_slots(node, ins)
+    if not any(hold):
         return node  # a sum over all slots
-    assert slots.filled is not None
-    return _with(_without_count(node, count), slots.filled)
+    made = _without_count(node, slots.shape[0])
+    types = zip(made.types, hold, strict=True)
+    return replace(made, types=tuple(t and replace(t, filled=slots.filled) if h else t for t, h in types))
+
+
+def _holds_slots(node: Node, ins: Sequence[TensorType]) -> list[bool]:
+    """Per result whether its dim 0 is of slots, by the rule of the op. Raises CaptureError if slots lie along
+    another dim, or are neither kept apart nor added up."""
+    known = RULES.get(node.op)
+    if known is None:
+        raise _refusal(node)
+    rule = known(node, [replace(t, filled=None) for t in ins])
+    given = zip(rule.inputs, ins, strict=True)
+    slots = {f for dims, t in given if t.filled not in (None, (1, 1)) for f in dims[0]}
+    if slots & rule.fixed:
+        raise _refusal(node)
+    hold = []
+    for dims in rule.outputs:
+        along = [d for d, dim in enumerate(dims or ()) if slots & set(dim)]
+        if along not in ([], [0]) or (not along and not slots <= {f for f, _ in rule.reduce}):
+            raise _refusal(node)
+        hold.append(bool(along))
+    return hold
 
 
 def _with(node: Node, filled: tuple[int, int]) -> Node:

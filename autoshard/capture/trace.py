@@ -11,6 +11,7 @@ import torch
 
 from autoshard.capture import tracing
 from autoshard.capture.data_dependent.masked_rows import TurnRaisesError
+from autoshard.capture.data_dependent.slot_rows import NoSlotsError
 from autoshard.capture.host_random import no_host_random
 from autoshard.capture.joint_trace import Traced
 from autoshard.capture.meta_args import AbsentUsedError
@@ -54,6 +55,8 @@ def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: b
             except (_ReplacedError, TurnRaisesError):
                 # one more buffer is known to be replaced, or turn to raise, and there are only so many
                 continue
+            except NoSlotsError:
+                function.slots = False
 
 
 class _ReplacedError(Exception):

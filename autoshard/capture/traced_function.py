@@ -66,6 +66,7 @@ class Function:
         self.like_queries = False
         self.replaced: set[int] = set()
         self.raising: set[tuple[int, int]] = set()
+        self.slots = True
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split = len(self.state.tensors)
@@ -73,7 +74,7 @@ class Function:
         held = [self.absent[k] if k in self.absent else next(given) for k in range(split)]
         tensors = (*held, *given)
         known = KnownValues()
-        asked = (Shadows(), chosen_rows(self.raising), Finite()) if self.with_values else ()
+        asked = (Shadows(), chosen_rows(self.raising, self.slots), Finite()) if self.with_values else ()
         with ExitStack() as stack:
             for context in (
                 self.recorder.running(),

@@ -45,6 +45,11 @@ def route(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
     return route_part(chosen, num_experts, 0)
 
 
+def route_one(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The slots [s] of one of ``num_experts`` experts, which chosen [t, k] calls 0; other choices are -1."""
+    return (chosen.reshape(-1) == 0).nonzero()[:, 0]
+
+
 def _pairs(slots: torch.Tensor) -> torch.Tensor:
     return slots & _PAIRS
 
@@ -230,6 +235,11 @@ define(
     "route_part(Tensor chosen, int num_experts, int offset) -> Tensor",
     route_part,
     lambda chosen, num_experts, offset: chosen.new_empty((num_experts * chosen.shape[0],)),
+)
+define(
+    "route_one(Tensor chosen, int num_experts) -> Tensor",
+    route_one,
+    lambda chosen, num_experts: chosen.new_empty((chosen.shape[0],)),
 )
 for _op, _adjoint_name, _fake in (
     (dispatch, "combine", lambda x, chosen, slots: x.new_empty((slots.shape[0], x.shape[1]))),

@@ -85,6 +85,11 @@ def route(node: Node, ins: Sequence[TensorType]) -> Factored:
     return _exchanging(rule, of)
 
 
+def route_one(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """chosen [t, k] -> slots [t] of one expert."""
+    return einsum("t k -> t", ins, node.types, fixed="k")
+
+
 def _exchanging(rule: Factored, of: _Routed) -> Factored:
     """The rule with tokens that may go to their experts, where there are several of both."""
     return replace(rule, exchange=tuple((t, e) for t in of.tokens for e in of.experts))
@@ -121,11 +126,11 @@ def _local_route(call: LocalCall) -> Node:
 
 def _local_exchange(call: LocalCall) -> Node:
     """x, chosen, slots: as it stands, or with the axis over which tokens travel."""
+    experts = call.ins[2].shape[0] // call.ins[1].shape[0]
     axes = _exchange_axes(call, 1, call.in_layouts[2])
-    if not axes:
+    if experts == 1 or not axes:
         return call.node
-    slots, tokens = call.ins[2].shape[0], call.ins[1].shape[0]
-    args = (call.node.args, axes, slots // tokens)
+    args = (call.node.args, axes, experts)
     return replace(call.node, op=_EXCHANGES[call.node.op], args=args)
 
 
@@ -264,6 +269,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "autoshard.choices.default": choices,
         "autoshard.route.default": route,
+        "autoshard.route_one.default": route_one,
         "autoshard.dispatch.default": dispatch,
         "autoshard.combine.default": combine,
         "autoshard.dispatch_weights.default": dispatch_weights,

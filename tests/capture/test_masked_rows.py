@@ -61,7 +61,42 @@ def over_all(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.
     return out
 
 
-@pytest.mark.parametrize("step", [looping, over_all])
+def comparing(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Choices are compared with the number of an expert; matrices lie in one tensor."""
+    matrices = torch.stack([each[0].weight for each in self.experts])
+    chosen, out = torch.topk(self.router(x).softmax(-1), 2)[1], torch.zeros_like(x)
+    for number in range(EXPERTS):
+        token, choice = torch.where(chosen == number)
+        if token.shape[0] > 0:
+            rows = F.silu(x[token] @ matrices[number].t()) @ self.last[number].weight.t()
+            out.index_add_(0, token, rows * weights[token, choice, None])
+    return out
+
+
+def dropping(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What slots have no form for."""
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        choice, token = torch.where(mask[number])
+        made = self.expert(number, F.dropout(x[token], 0.0)) * weights[token, choice, None]
+        out.index_add_(0, token, made)
+    return out
+
+
+@pytest.mark.parametrize(("step", "products"), [(looping, 2), (over_all, 2), (comparing, 2), (dropping, 0)])
+def test_products_are_those_of_the_tokens_that_chose_an_expert(step: Step, products: int) -> None:
+    """All experts together have two rows for each token; slots of one hold a quarter of that."""
+    graph = capture(Mixture(step), (torch.randn(TOKENS, WIDTH),)).graph
+    rows = [n.types[0] for n in graph.nodes if n.op == "autoshard.expert_mm.default" and not n.backward]
+    assert [t.filled for t in rows if t is not None] == [(2, EXPERTS)] * products * EXPERTS
+    assert sum(t.existing(t.shape[0]) for t in rows if t is not None) == products * 2 * TOKENS
+    over_all_tokens = [n for n in graph.nodes if n.op in ("aten.mm.default", "aten.addmm.default")]
+    assert len([n for n in over_all_tokens if not n.backward]) == (1 if products else 1 + 2 * EXPERTS) + (
+        step is comparing
+    )
+
+
+@pytest.mark.parametrize("step", [looping, over_all, comparing, dropping])
 def test_equal_to_eager(step: Step) -> None:
     torch.manual_seed(0)
     model, x = Mixture(step), torch.randn(TOKENS, WIDTH)

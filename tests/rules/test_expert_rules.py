@@ -160,6 +160,23 @@ def test_every_state_gives_the_op(name: str, args: tuple[Any, ...]) -> None:
     assert bool(exchanged) == bool(rule.exchange)
 
 
+def test_the_slots_of_one_expert_are_those_of_the_tokens_of_a_rank() -> None:
+    chosen = torch.where(CHOSEN == 0, 0, -1)
+    made, given = TensorType((TOKENS,), "i64", FILLED), TensorType((TOKENS, EACH), "i64", (1, 1))
+    node = Node("autoshard.route_one.default", (Ref("x"), EXPERTS), (), ("out",), (made,))
+    rule = RULES[node.op](node, [given])
+    divided = 0
+    for sizes in MESHES:
+        for state in op_states(rule, [given], [made], digits_of(rule), sizes, lambda axis, classes: True):
+            for coords in product(*map(range, sizes)):
+                part = shard_tensor(chosen, state.inputs[0], sizes, coords)
+                tokens = shard_tensor(torch.arange(TOKENS), state.outputs[0], sizes, coords)
+                slots = _ops.route_one(part.clone(), EXPERTS)
+                assert tokens[slots // EACH].tolist() == [t for t in tokens.tolist() if 0 in CHOSEN[t]]
+            divided += state.ways > 1
+    assert divided
+
+
 def _check(
     node: Node, ins: Sequence[_Value], out: _Value, local: Any, state: OpState, sizes: tuple[int, ...]
 ) -> bool:

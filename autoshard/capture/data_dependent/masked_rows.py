@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.data_dependent.constant_eval import changed_by
 from autoshard.capture.data_dependent.loops import Loops
+from autoshard.capture.data_dependent.slot_rows import NoSlotsError, SlotSelection, same_rows
 from autoshard.ops.chosen import Selection, moved, places
 from autoshard.torch_adapters.replaced import replaced
 
@@ -46,18 +47,29 @@ _SAME = frozenset(
     ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
 )
 _RESHAPES = frozenset(("view", "reshape", "squeeze", "unsqueeze", "flatten"))
+#: what leads from scores to a mask of the rows that chose one of many, and keeps what is one
+_CLASSIFIED = frozenset(
+    """
+    topk argmax one_hot permute transpose squeeze unsqueeze view reshape __getitem__ select unbind to bool eq
+    __eq__ int long mul __mul__ __and__ logical_and
+    """.split()  # noqa: SIM905 - a table reads better than quoted names
+)
 _ABOUT = frozenset(("dim", "ndimension", "is_floating_point", "element_size", "is_complex"))
 _ATTRIBUTES = frozenset(("dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_nested"))
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """A tensor whose dim ``dim`` are the rows of a selection; axis: it is their index along that axis."""
+    """A tensor whose dim ``dim`` are the rows of a selection; axis: it is their index along that axis.
+
+    lead: dims of one element that the model takes it to have before.
+    """
 
     tensor: torch.Tensor
-    selection: Selection
+    selection: Selection | SlotSelection
     dim: int
     axis: int | None = None
+    lead: int = 0
 
 
 class _Count:
@@ -94,11 +106,14 @@ class ChosenRows(TorchFunctionMode):
     """Answers ``torch.where(mask)`` and ``mask.nonzero()`` with all places, and watches what they become.
 
     raising: (number of a loop, place) of the turns that are left out, as the model itself raises in them.
+    slots: whether rows that are an expert's are slots.
     """
 
-    def __init__(self, raising: set[tuple[int, int]]) -> None:
+    def __init__(self, raising: set[tuple[int, int]], slots: bool) -> None:
         super().__init__()
-        self._raising = raising
+        self._raising, self._slots = raising, slots
+        #: tensor -> of how many classes, of which each row has few, it says whether rows have one
+        self._classes: dict[int, tuple[torch.Tensor, int]] = {}
         self._loop = 0
         self._number = 0
         self._rows: dict[int, _Rows] = {}
@@ -110,6 +125,8 @@ class ChosenRows(TorchFunctionMode):
         # of turns that are over
         self._gone: dict[int, torch.Tensor] = {}
         self._left = False
+        # whether autograd functions that run are those of our ops
+        self._ours = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -124,6 +141,8 @@ class ChosenRows(TorchFunctionMode):
             out = self._on_rows(func, name, args, kwargs, rows)
         elif _finds_places(name, args, kwargs):
             out = self._places(func, name, args, kwargs)
+        elif self._slots and name in _CLASSIFIED:
+            out = self._classified(func, name, args, kwargs)
         else:
             changed = changed_by(name, args, kwargs)
             if self._turn is not None and any(id(t) not in self._fresh for t in changed):
@@ -159,16 +178,45 @@ class ChosenRows(TorchFunctionMode):
         counts = (mask != 0).reshape(-1)
         if self._turn is not None:
             counts = counts & self._turn
-        selection = Selection(tuple(mask.shape), counts)
+        experts = self._experts(mask)
+        selection: Selection | SlotSelection = Selection(tuple(mask.shape), counts)
+        if experts:
+            selection = SlotSelection(counts.reshape(mask.shape), experts)
         found = tuple(self._tag(selection.index(axis), selection, 0, axis) for axis in range(mask.dim()))
         if name == "where" or kwargs.get("as_tuple"):
             return found
         return self._tag(found[0].unsqueeze(1), selection, 0, 0)
 
+    def _experts(self, mask: torch.Tensor) -> int:
+        """Of how many experts a mask says which tokens chose one; 0 if that is not known."""
+        if not self._slots or mask.dim() > 2:
+            return 0
+        return self._classes.get(id(mask), (mask, 0))[1]
+
+    def _classified(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Functions from the choices of experts to masks of the tokens that chose one."""
+        out = self._called(func, args, kwargs)
+        first = args[0]
+        known = self._classes.get(id(first), (first, 0))[1] if isinstance(first, torch.Tensor) else 0
+        if name in ("topk", "argmax"):
+            indices = out[1] if name == "topk" else out
+            self._classes[id(indices)] = indices, first.shape[-1]
+        elif name == "one_hot":
+            self._classes[id(out)] = out, out.shape[-1]
+        elif known:
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                self._classes[id(t)] = t, known
+        return out
+
     def _tag(
-        self, tensor: torch.Tensor, selection: Selection, dim: int, axis: int | None = None
+        self,
+        tensor: torch.Tensor,
+        selection: Selection | SlotSelection,
+        dim: int,
+        axis: int | None = None,
+        lead: int = 0,
     ) -> torch.Tensor:
-        self._rows[id(tensor)] = _Rows(tensor, selection, dim, axis)
+        self._rows[id(tensor)] = _Rows(tensor, selection, dim, axis, lead)
         return tensor
 
     # -- what becomes of them ---------------------------------------------------------------------------
@@ -190,6 +238,8 @@ class ChosenRows(TorchFunctionMode):
             return self._add(func, name, args, kwargs)
         if name == "__getitem__" and not own:
             return self._pick(func, args)
+        if isinstance(selection, SlotSelection):
+            return self._on_slots(func, name, args, kwargs, rows, selection)
         if name == "unbind" and own and first.axis is not None and args[1:] in ((), (0,)):
             return self._turns(func, first)
         if name in _RESHAPES and own:
@@ -203,6 +253,47 @@ class ChosenRows(TorchFunctionMode):
                 raise _refused(func)
             if id(t) not in self._rows:
                 self._tag(t, selection, dims + t.dim(), first.axis if name in _SAME else None)
+        return out
+
+    def _on_slots(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: list[_Rows],
+        selection: SlotSelection,
+    ) -> Any:
+        """What is done to rows alone, of which there are as many as chose an expert."""
+        first = rows[0]
+        own = bool(args) and args[0] is first.tensor
+        if any(r.axis is not None or r.dim for r in rows) or name in ("dropout", "where", "masked_fill"):
+            raise NoSlotsError
+        if name in _RESHAPES and own and same_rows(name, args, kwargs, first.tensor.shape, first.lead):
+            return self._tag(first.tensor, selection, 0)
+        if any(r.lead for r in rows):
+            raise NoSlotsError
+        if name in _RESHAPES and own:
+            out = func(*args, **kwargs)
+            if moved(first.tensor.shape, 0, out.shape) != 0:
+                raise NoSlotsError
+            return self._tag(out, selection, 0)
+        if name == "linear" and own and len(rows) == 1:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            out = self._run(selection.product, first.tensor, given["weight"], True)
+            return self._tag(out if given.get("bias") is None else out + given["bias"], selection, 0)
+        if name in ("matmul", "mm", "__matmul__"):
+            if not own or len(rows) > 1 or len(args) != 2 or kwargs:
+                raise NoSlotsError
+            return self._tag(self._run(selection.product, first.tensor, args[1], False), selection, 0)
+        if self._dims(name, args, kwargs, rows) is None:
+            raise NoSlotsError
+        out = func(*args, **kwargs)
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if not isinstance(t, torch.Tensor) or t.shape[:1] != (selection.rows,):
+                raise NoSlotsError
+            if id(t) not in self._rows:
+                self._tag(t, selection, 0)
         return out
 
     def _dims(
@@ -232,6 +323,14 @@ class ChosenRows(TorchFunctionMode):
             shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
             return back if 0 < len(shape) < -back else None
         return None
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a selection makes of rows, by ops of ours."""
+        self._ours = True
+        try:
+            return function(*args)
+        finally:
+            self._ours = False
 
     def _attribute(self, func: Any, args: tuple[Any, ...], rows: _Rows) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -263,9 +362,14 @@ class ChosenRows(TorchFunctionMode):
             raise _refused(func)
         selection = next(f.selection for f in found if f is not None)
         dim = sum(i is not None for i in index[: at[0]])
-        made = selection.gather(x, dim, [a for a in axes if a is not None])
+        made = self._run(selection.gather, x, dim, [a for a in axes if a is not None])
         if made is None:
             raise _refused(func)
+        if isinstance(selection, SlotSelection):
+            if any(i is not None for i in index[: at[0]]):
+                raise NoSlotsError
+            after = index[at[-1] + 1 :]
+            return self._tag(made[(slice(None), *after)] if after else made, selection, 0, lead=at[0])
         out = made[(*index[: at[0]], slice(None), *index[at[-1] + 1 :])]
         return self._tag(out, selection, at[0])
 
@@ -291,7 +395,7 @@ class ChosenRows(TorchFunctionMode):
             raise _refused(func)
         if out.dtype != source.dtype or out.shape[1:] != source.shape[1:]:
             raise _refused(func)
-        more = selection.added(source, at.axis)
+        more = self._run(selection.added, source, at.axis)
         return out.add_(more) if name == "index_add_" else out + more
 
     # -- loops over places ------------------------------------------------------------------------------
@@ -303,15 +407,16 @@ class ChosenRows(TorchFunctionMode):
         return self._each(func, rows)
 
     def _each(self, func: Any, rows: _Rows) -> Iterator[torch.Tensor]:
-        whole = rows.tensor.dim() > 1
+        whole, selection = rows.tensor.dim() > 1, rows.selection
+        assert isinstance(selection, Selection)
         self._left = True
         self._loop += 1
         try:
-            for number in range(rows.selection.rows):
+            for number in range(selection.rows):
                 self._number = number
                 if (self._loop, number) in self._raising:
                     continue
-                self._turn = rows.selection.counts[number]
+                self._turn = selection.counts[number]
                 yield torch.full((1,), number) if whole else torch.full((), number)
                 self._end_turn()
             self._left = False
@@ -325,6 +430,8 @@ class ChosenRows(TorchFunctionMode):
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An autograd function of the user, whose backward nobody has looked at."""
+        if self._ours:
+            return function(*args, **kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if self._turn is not None or any(id(t) in self._rows or id(t) in self._gone for t in given):
             raise _refused(function)
@@ -337,12 +444,12 @@ class ChosenRows(TorchFunctionMode):
 
 
 @contextmanager
-def chosen_rows(raising: set[tuple[int, int]]) -> Iterator[None]:
+def chosen_rows(raising: set[tuple[int, int]], slots: bool) -> Iterator[None]:
     """Follow chosen rows through all code that runs inside.
 
-    raising: of the model's code, kept from trace to trace.
+    raising: of the model's code, kept from trace to trace. slots: see `ChosenRows`.
     """
-    mode = ChosenRows(raising)
+    mode = ChosenRows(raising, slots)
     original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
