@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 import autoshard.ops  # noqa: F401 (defines the ops that graphs hold)
 from autoshard.capture import huggingface, tracing
 from autoshard.capture.expand_repeats import apart
-from autoshard.capture.import_fx import SEED, TracedSignature, import_joint
+from autoshard.capture.expert_slots import SlotsError
+from autoshard.capture.import_fx import SEED, Imported, TracedSignature, import_joint
 from autoshard.capture.inputs import Inputs, Leaf, State, inputs_of, state_of
 from autoshard.capture.meta_args import AbsentUsedError
 from autoshard.capture.module_snapshot import ModuleSnapshot, as_written
@@ -215,12 +216,21 @@ class _Task:
             )
             seed = torch.empty((), dtype=torch.int64, device="meta")
             given = [t for k, t in enumerate(state.tensors) if k not in absent]
-            traced = trace(function, [*given, *inputs.tensors, seed])
-        arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
-        outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
-        imported = import_joint(
-            traced, TracedSignature(arguments, outputs, absent), function.recorder.origins
-        )
+            arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
+
+            def imported_trace() -> Imported:
+                traced = trace(function, [*given, *inputs.tensors, seed])
+                outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
+                signature = TracedSignature(arguments, outputs, absent)
+                return import_joint(traced, signature, function.recorder.origins)
+
+            try:
+                imported = imported_trace()
+            except SlotsError:
+                if not (function.slots or function.sparse):
+                    raise
+                function.slots = function.sparse = False
+                imported = imported_trace()
         watch.constants += imported.sources
         return Joint(
             graph=imported.graph,

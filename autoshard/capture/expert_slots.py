@@ -12,6 +12,7 @@ from dataclasses import replace
 from autoshard.errors import CaptureError
 from autoshard.ir import Arg, Graph, Node, TensorType, refs_of
 from autoshard.ir.row_tiles import SHAPED
+from autoshard.rules import experts
 from autoshard.rules.registry import RULES
 
 _CHOICES = "autoshard.choices.default"
@@ -28,10 +29,14 @@ _ENDS = frozenset(
 _SLICE_BACKWARD = "aten.slice_backward.default"
 
 
+class SlotsError(CaptureError):
+    """An op on values of slots is not known to treat rows alike."""
+
+
 def with_slots(graph: Graph) -> Graph:
     """The graph with `TensorType.filled` where values are of slots.
 
-    Raises CaptureError for an op on them that is not known to treat rows alike.
+    Raises SlotsError for an op on them that is not known to treat rows alike.
     """
     if all(node.op != _CHOICES for node in graph.nodes):
         return graph
@@ -62,15 +67,16 @@ def _filled(node: Node, ins: Sequence[TensorType]) -> Node:
 
 
 def _holds_slots(node: Node, ins: Sequence[TensorType]) -> list[bool]:
-    """Per result whether its dim 0 is of slots, by the rule of the op. Raises CaptureError if slots lie along
-    another dim, or are neither kept apart nor added up."""
+    """Per result whether its dim 0 is of slots, by the rule of the op. Raises SlotsError if slots lie along
+    another dim, are neither kept apart nor added up, or meet a tensor of a fixed number of rows."""
     known = RULES.get(node.op)
     if known is None:
         raise _refusal(node)
     rule = known(node, [replace(t, filled=None) for t in ins])
-    given = zip(rule.inputs, ins, strict=True)
+    given = list(zip(rule.inputs, ins, strict=True))
     slots = {f for dims, t in given if t.filled not in (None, (1, 1)) for f in dims[0]}
-    if slots & rule.fixed:
+    meets = any(t.filled is None and dims and slots & set(dims[0]) for dims, t in given)
+    if slots & rule.fixed or (meets and node.op not in experts.RULES):
         raise _refusal(node)
     hold = []
     for dims in rule.outputs:
@@ -109,8 +115,8 @@ def _holds(arg: Arg, count: int) -> bool:
     return False
 
 
-def _refusal(node: Node) -> CaptureError:
-    return CaptureError(
+def _refusal(node: Node) -> SlotsError:
+    return SlotsError(
         f"{node.op} is called on the rows of experts, of which a batch says how many there are",
         where=node.origin.source or node.origin.fqn,
         why="only ops that treat every row alike can run on them",

@@ -17,6 +17,7 @@ from autoshard.capture.joint_trace import Traced
 from autoshard.capture.meta_args import AbsentUsedError
 from autoshard.capture.origins import user_line
 from autoshard.capture.repeats import NotRepeated
+from autoshard.capture.sparse_mixtures import NotSparseError, stands_nowhere
 from autoshard.capture.traced_function import Function, call_model
 from autoshard.errors import AutoshardError, CaptureError
 
@@ -51,12 +52,17 @@ def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: b
         while True:
             try:
                 fakes = [tracing.fake_like(t, mode) for t in tensors]
-                return tracing.trace_joint(partial(_known, function), fakes, mode)
+                traced = tracing.trace_joint(partial(_known, function), fakes, mode)
+                if not function.sparse or stands_nowhere(traced.graph):
+                    return traced
+                function.sparse = False
             except (_ReplacedError, TurnRaisesError):
                 # one more buffer is known to be replaced, or turn to raise, and there are only so many
                 continue
             except NoSlotsError:
                 function.slots = False
+            except NotSparseError:
+                function.sparse = False
 
 
 class _ReplacedError(Exception):

@@ -22,6 +22,7 @@ from autoshard.capture.origins import COPY, OriginRecorder
 from autoshard.capture.precision import UNCHANGED, MixedPrecision
 from autoshard.capture.python_state.captured_state import StateWatch
 from autoshard.capture.repeats import Repeats
+from autoshard.capture.sparse_mixtures import SparseMixtures
 from autoshard.errors import CaptureError
 from autoshard.ops.lift import Lifter, lifting
 from autoshard.torch_adapters.records import from_records, to_records
@@ -66,7 +67,8 @@ class Function:
         self.like_queries = False
         self.replaced: set[int] = set()
         self.raising: set[tuple[int, int]] = set()
-        self.slots = True
+        #: whether chosen rows are slots of experts, and rows that are mostly zeros
+        self.slots = self.sparse = True
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split = len(self.state.tensors)
@@ -74,6 +76,7 @@ class Function:
         held = [self.absent[k] if k in self.absent else next(given) for k in range(split)]
         tensors = (*held, *given)
         known = KnownValues()
+        sparse = (SparseMixtures(),) if self.sparse else ()
         asked = (Shadows(), chosen_rows(self.raising, self.slots), Finite()) if self.with_values else ()
         with ExitStack() as stack:
             for context in (
@@ -82,6 +85,7 @@ class Function:
                 known,
                 checks_pass(),
                 *asked,
+                *sparse,
             ):
                 stack.enter_context(context)
             state = self._state(tensors)

@@ -12,7 +12,7 @@ A slot is an int64: the expert, counted from the first of the rank, above 32 bit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ def route(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
 def route_one(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The slots [s] of one of ``num_experts`` experts, which chosen [t, k] calls 0; other choices are -1."""
     return (chosen.reshape(-1) == 0).nonzero()[:, 0]
+
+
+def stands_for(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of a shape that a model takes some rows to have, while it is traced; in no program."""
+    raise RuntimeError("a tensor that stands for rows of experts has no values")
 
 
 def _pairs(slots: torch.Tensor) -> torch.Tensor:
@@ -240,6 +245,11 @@ define(
     "route_one(Tensor chosen, int num_experts) -> Tensor",
     route_one,
     lambda chosen, num_experts: chosen.new_empty((chosen.shape[0],)),
+)
+define(
+    "stands_for(Tensor rows, int[] shape) -> Tensor",
+    stands_for,
+    lambda rows, shape: rows.new_empty(shape),
 )
 for _op, _adjoint_name, _fake in (
     (dispatch, "combine", lambda x, chosen, slots: x.new_empty((slots.shape[0], x.shape[1]))),
