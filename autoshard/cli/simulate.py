@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from autoshard.errors import UsageError
 if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
     from autoshard.program.program import Program
+    from autoshard.report.routing import RoutedStep
     from autoshard.report.simulation import Bill, Rates
     from autoshard.simulate.device_memory import DeviceMemory
     from autoshard.simulate.step import StepEstimate
@@ -30,6 +32,18 @@ TraceOption = Annotated[
     Path | None,
     typer.Option("--perfetto", metavar="FILE", help="write the timeline for ui.perfetto.dev"),
 ]
+RoutingOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--routing",
+        metavar="worst|zipf=1.2|FILE",
+        help="how often experts are chosen, by a rule or JSON counts; may be repeated [default: evenly]",
+    ),
+]
+MovesOption = Annotated[
+    int | None,
+    typer.Option("--move-experts", min=0, help="per layer, to place them by load [default: as many as help]"),
+]
 _SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -39,6 +53,8 @@ def simulate_command(
     tokens: TokensOption = None,
     price: PriceOption = None,
     perfetto: TraceOption = None,
+    routing: RoutingOption = None,
+    move_experts: MovesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -47,6 +63,7 @@ def simulate_command(
         from autoshard.cli.inspect import prices_of
         from autoshard.program.store import load_program
         from autoshard.report import simulation
+        from autoshard.report.routing import routed_steps
         from autoshard.simulate.device_memory import device_memory
         from autoshard.simulate.peaks import Peaks
         from autoshard.simulate.step import simulated
@@ -63,14 +80,20 @@ def simulate_command(
         device = device_memory(Peaks(prices))
         rate = simulation.rates(program, estimate)
         cost = None if budget is None else simulation.bill(rate, estimate, budget, price)
+        if move_experts is not None and not routing:
+            raise UsageError("--move-experts needs --routing FILE", hint="counts say which experts are full")
+        routed = routed_steps(program, machine, routing, move_experts) if routing else []
         if perfetto is not None:
             _write_trace(perfetto, estimate, prices)
         if json:
             document = simulation.as_json(program, machine, estimate, rate, cost, device)
             written = {} if perfetto is None else {"perfetto": str(perfetto)}
-            print_json({"command": "simulate", "folder": str(folder), **document, "written": written})
+            told = {"routing": [step.as_json() for step in routed]} if routed else {}
+            print_json({"command": "simulate", "folder": str(folder), **document, **told, "written": written})
         else:
             _print(program, machine, estimate, rate, cost, device)
+            if routed:
+                _print_routed(routed, machine)
 
 
 def tokens_of(text: str) -> float:
@@ -96,6 +119,20 @@ def _write_trace(path: Path, estimate: StepEstimate, prices: object) -> None:
     trace = gantt.perfetto(estimate.timeline)
     trace["traceEvents"] += op_events(estimate, prices)  # type: ignore[arg-type]
     write_text(path, dumps(trace) + "\n", "--perfetto")
+
+
+def _print_routed(steps: Sequence[RoutedStep], cluster: Cluster) -> None:
+    from autoshard.cluster import usable_memory
+    from autoshard.ir.units import bytes_text, seconds_text
+
+    usable = usable_memory(cluster.device)
+    stdout().print()
+    rows = table("routing", "fullest rank", "step", "peak memory", "", right=(1, 2, 3))
+    for step in steps:
+        name = f"{step.name} ({step.moved} moved)" if step.order else step.name
+        fits = "" if step.peak <= usable else "does not fit"
+        rows.add_row(name, f"{step.load:.2f} x", seconds_text(step.seconds), bytes_text(step.peak), fits)
+    print_table(rows)
 
 
 def _print(

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autoshard.ir.routing import EVEN, Routing
 from autoshard.ir.types import TensorType
 
 
-def destinations(slots: TensorType, ways: int) -> float:
-    """To how many of ``ways`` ranks with equal parts of the experts a token goes on average.
+def destinations(slots: TensorType, ways: int, routing: Routing = EVEN) -> float:
+    """To how many of ``ways`` ranks with equal parts of the experts a token goes on average, if all had as
+    many tokens as the fullest.
 
-    slots: type of a value of slots. All experts are as likely, and a token's are drawn one by one.
+    slots: type of a value of slots. A token's experts are drawn one by one.
     """
     assert slots.filled is not None
-    return ways * (1.0 - (1.0 - 1.0 / ways) ** slots.filled[0])
+    chosen, experts = slots.filled
+    share = min(1.0, routing.load(chosen, experts, ways) / ways)
+    return ways * (1.0 - (1.0 - share) ** chosen)
 
 
-def exchanged_bytes(nbytes: float, slots: TensorType, ways: Sequence[int]) -> Iterator[float]:
+def exchanged_bytes(
+    nbytes: float, slots: TensorType, ways: Sequence[int], routing: Routing = EVEN
+) -> Iterator[float]:
     """Bytes that a rank sends over each of some axes, outermost first, on which tokens go to their experts.
 
     nbytes: of its tokens, a row of each. A token goes once to each part of the outermost axis that has an
@@ -25,4 +31,4 @@ def exchanged_bytes(nbytes: float, slots: TensorType, ways: Sequence[int]) -> It
     parts = 1
     for size in ways:
         parts *= size
-        yield nbytes * destinations(slots, parts)
+        yield nbytes * destinations(slots, parts, routing)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from autoshard.cost.recipe import ADAMW, Recipe
+from autoshard.ir.routing import EVEN, Routing
 
 #: ``program``: what backward of the program reads. ``kernels``: every kernel keeps its inputs: products and
 #: attention theirs, a chain of elementwise ops and row sums the values it starts from. ``compiled``: the
@@ -65,9 +66,9 @@ class Behaviour:
     program. blocking_launches: whether the host waits until an op is done before it issues the next
     (CUDA_LAUNCH_BLOCKING). exchange: what goes to experts: a row per ``choice``, or one per ``rank``
     that has some of a token's choice; exchange_tasks: what the host issues for each beside what a program
-    has; exchange_overlap: whether another microbatch computes meanwhile. transport: of messages within a
-    stage. steps_overlap: whether a pipeline rank begins the next step while others still compute. name: of
-    what the figures are for.
+    has; exchange_overlap: whether another microbatch computes meanwhile. routing: how often experts are
+    chosen. transport: of messages within a stage. steps_overlap: whether a pipeline rank begins the next step
+    while others still compute. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -108,6 +109,7 @@ class Behaviour:
     exchange: Literal["choice", "rank"] = "rank"
     exchange_tasks: int = 0
     exchange_overlap: bool = False
+    routing: Routing = EVEN
     transport: Transport = "device"
     steps_overlap: bool = False
     name: str = ""

@@ -15,6 +15,7 @@ from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
 from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
 from autoshard.ir.quantized import packed_bytes
+from autoshard.ir.routing import EVEN
 from autoshard.ir.row_tiles import OTHER, TILES, RowTiles, tiles_of
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
@@ -68,13 +69,26 @@ class Ops:
         found = self._bytes.get(key)
         if found is None:
             shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
-            found = self._bytes[key] = float(type_.existing(prod(shape)) * DTYPES[type_.dtype][1])
+            rows = type_.existing(prod(shape)) * self.load(type_, layout)
+            found = self._bytes[key] = float(rows * DTYPES[type_.dtype][1])
         return found
+
+    def load(self, type_: TensorType, layout: Layout) -> float:
+        """Slots of the fullest rank over the average, 1 for other values."""
+        if type_.filled in (None, (1, 1)) or self.behaviour.routing == EVEN:
+            return 1.0
+        assert type_.filled is not None
+        # experts are the outer blocks of slots
+        split = [isinstance(p, Shard) and p.dim == 0 and p.outer == 1 for p in layout]
+        ways = prod(size for size, divided in zip(self.mesh.sizes, split, strict=True) if divided)
+        return self.behaviour.routing.load(*type_.filled, ways)
 
     def shape(self, placed: PlacedValue) -> tuple[int, ...]:
         """Elements per dim of a value on the rank, of slots of experts as many as there are on average."""
         shape = local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
-        return shape if placed.type.filled is None else (placed.type.existing(shape[0]), *shape[1:])
+        if placed.type.filled is None:
+            return shape
+        return (round(placed.type.existing(shape[0]) * self.load(placed.type, placed.layout)), *shape[1:])
 
     def ways(self, node: Node) -> int:
         """Ranks between which a collective goes."""
@@ -182,6 +196,7 @@ class Ops:
         """Products without rows and columns of their own (convolutions, experts), each as a long one."""
         ways = self._shards(ins)
         flop = product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
+        flop *= max(self.load(v.type, v.layout) for v in (*ins, *outs))
         if not flop:
             return [MemoryWork(moved)]
         sides = self._sides(node, outs)
@@ -441,7 +456,7 @@ class Ops:
         if self.behaviour.exchange == "choice":
             assert slots.type.filled is not None
             return tuple(self.nbytes(tokens) * slots.type.filled[0] for _ in ways)
-        return tuple(exchanged_bytes(self.nbytes(tokens), slots.type, ways))
+        return tuple(exchanged_bytes(self.nbytes(tokens), slots.type, ways, self.behaviour.routing))
 
 
 def _outer(node: Node) -> int:

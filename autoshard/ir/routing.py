@@ -1,0 +1,103 @@
+"""How often tokens choose each expert, and what that means for the rank with most of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from autoshard.errors import UsageError
+
+#: random placements over which the load of a skew without names is averaged
+_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How often experts are chosen.
+
+    layers: per layer the tokens of each expert, in any unit and in the order of experts; () if all have as
+    many. ordered: whether that is the order of the model's experts; else counts say how unlike they are, and
+    loads are averages over placements. worst: every token chooses experts of one rank.
+    """
+
+    layers: tuple[tuple[float, ...], ...] = ()
+    ordered: bool = True
+    worst: bool = False
+
+    def load(self, chosen: int, experts: int, ways: int) -> float:
+        """Slots of the fullest of ``ways`` equal parts of the experts over the average, a mean over layers.
+
+        chosen: experts of a token. Raises UsageError if there are counts of another number of experts.
+        """
+        if ways == 1:
+            return 1.0
+        if self.worst:
+            return ways * min(chosen, -(-experts // ways)) / chosen
+        return mean(self._load(counts, experts, ways) for counts in self.layers) if self.layers else 1.0
+
+    def _load(self, counts: tuple[float, ...], experts: int, ways: int) -> float:
+        if len(counts) != experts:
+            raise UsageError(f"the routing has {len(counts)} experts, and the model {experts}")
+        if self.ordered:
+            return fullest(counts, ways)
+        draw = random.Random(0)
+        return mean(fullest(draw.sample(counts, experts), ways) for _ in range(_SAMPLES))
+
+    def fullest_layer(self, ways: int) -> Routing:
+        """That of the layer with the fullest of ``ways`` parts alone."""
+        if len(self.layers) < 2:
+            return self
+        return replace(self, layers=(max(self.layers, key=lambda counts: fullest(counts, ways)),))
+
+
+EVEN = Routing()
+
+
+def zipf(exponent: float, experts: int) -> tuple[float, ...]:
+    """Counts of experts whose n-th is chosen n ** -exponent times as often as the first."""
+    return tuple((n + 1) ** -exponent for n in range(experts))
+
+
+def fullest(counts: Sequence[float], ways: int) -> float:
+    """The largest sum of ``ways`` contiguous parts of equal length, over the average."""
+    width = -(-len(counts) // ways)
+    sums = [sum(counts[k * width : (k + 1) * width]) for k in range(ways)]
+    total = sum(counts)
+    return ways * max(sums) / total if total else 1.0
+
+
+def placed_by_load(counts: Sequence[float], ways: int, moves: int | None = None) -> tuple[int, ...]:
+    """Which expert stands at each place, so that the fullest of ``ways`` parts has little.
+
+    By swaps of an expert of the fullest part with one of another, each the one that leaves the least in the
+    fuller of the two. moves: experts that may change their part, two in a swap; None for as many as help.
+    """
+    width = -(-len(counts) // ways)
+    order = list(range(len(counts)))
+    parts = [order[k * width : (k + 1) * width] for k in range(ways)]
+    sums = [sum(counts[e] for e in part) for part in parts]
+    left = len(counts) ** 2 if moves is None else moves // 2
+    while left > 0:
+        full = max(range(ways), key=lambda k: sums[k])
+        best: tuple[float, int, int, int] | None = None
+        for other in range(ways):
+            for a, mine in enumerate(parts[full]):
+                for b, theirs in enumerate(parts[other]):
+                    more = counts[mine] - counts[theirs]
+                    after = max(sums[full] - more, sums[other] + more)
+                    if (
+                        other != full
+                        and after < sums[full] * (1 - 1e-9)
+                        and (best is None or after < best[0])
+                    ):
+                        best = after, other, a, b
+        if best is None:
+            break
+        _, other, a, b = best
+        more = counts[parts[full][a]] - counts[parts[other][b]]
+        parts[full][a], parts[other][b] = parts[other][b], parts[full][a]
+        sums[full], sums[other] = sums[full] - more, sums[other] + more
+        left -= 1
+    return tuple(e for part in parts for e in part)
