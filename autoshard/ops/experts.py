@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from autoshard.torch_adapters.op_library import define
 
@@ -102,11 +103,30 @@ def combine_weights(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) 
     return out.view(chosen.shape)
 
 
+def _ends(slots: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the slots of each expert end."""
+    numbers = torch.arange(count, device=slots.device)
+    return torch.searchsorted(slots >> _PAIR_BITS, numbers, right=True, out_int32=True)
+
+
+def _grouped(*matrices: torch.Tensor) -> bool:
+    """Whether torch multiplies groups of rows of these in one call, without asking how many there are.
+
+    On CUDA: in bf16, from compute capability 8.0 on, rows of 16 bytes or a multiple (torch 2.11 to 2.13).
+    """
+    x = matrices[0]
+    if not len(x) or x.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    if not x.is_cuda:
+        return x.device.type == "cpu"
+    whole = all(n % 8 == 0 for m in matrices for n in m.shape[-2 if m.dim() == 3 else -1 :])
+    return x.dtype == torch.bfloat16 and whole and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
 def _spans(slots: torch.Tensor, count: int) -> Iterator[tuple[int, slice]]:
     """(expert, its range among the slots) of all experts."""
-    ends = torch.bincount(slots >> _PAIR_BITS, minlength=count).cumsum(0).tolist()
     begin = 0
-    for number, end in enumerate(ends):
+    for number, end in enumerate(_ends(slots, count).tolist()):
         yield number, slice(begin, end)
         begin = end
 
@@ -117,6 +137,8 @@ def expert_mm(x: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, transp
     x [s, k], slots [s], weight [E, k, n] ([E, n, k] if ``transposed``) -> [s, n].
     """
     matrices = weight.transpose(1, 2) if transposed else weight
+    if _grouped(x, matrices):
+        return F.grouped_mm(x, matrices, offs=_ends(slots, weight.shape[0]))
     out = x.new_empty((x.shape[0], matrices.shape[2]))
     for number, span in _spans(slots, weight.shape[0]):
         torch.mm(x[span], matrices[number], out=out[span])
@@ -131,6 +153,8 @@ def expert_outer(
     x [s, k], grad [s, n], slots [s] -> [num_experts, k, n] ([num_experts, n, k] if ``transposed``).
     """
     left, right = (grad, x) if transposed else (x, grad)
+    if _grouped(left, right):
+        return F.grouped_mm(left.t(), right, offs=_ends(slots, num_experts))
     out = x.new_empty((num_experts, left.shape[1], right.shape[1]))
     for number, span in _spans(slots, num_experts):
         torch.mm(left[span].t(), right[span], out=out[number])  # zeros of an expert without rows

@@ -125,6 +125,27 @@ def test_a_rank_without_tokens_or_experts() -> None:
     assert not _ops.combine(x[:0], CHOSEN, elsewhere).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_groups_are_those_of_each_expert(dtype: torch.dtype, transposed: bool) -> None:
+    """Experts without rows among them, which have a gradient of zeros."""
+    make = torch.Generator().manual_seed(0)
+    chosen = torch.tensor([[0, 3], [3, 5], [0, 5], [5, 6], [3, 0]])
+    slots = _ops.route(chosen, 8)
+    x, grad = (torch.randn(len(slots), n, generator=make).to(dtype) for n in (16, 24))
+    weight = torch.randn(8, *((24, 16) if transposed else (16, 24)), generator=make).to(dtype)
+    wide = [t.double() for t in (x, grad, weight)]
+    made = _ops.expert_mm(x, slots, weight, transposed), _ops.expert_outer(x, grad, slots, 8, transposed)
+    by_one = (
+        _ops.expert_mm(wide[0], slots, wide[2], transposed),
+        _ops.expert_outer(wide[0], wide[1], slots, 8, transposed),
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(made, by_one, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+    assert not made[1][1].any() and not made[1][7].any()
+
+
 def test_half_precision_is_summed_in_single() -> None:
     """What sums of a token in bfloat16 would lose one by one."""
     chosen = torch.arange(64).reshape(1, 64)
