@@ -1,0 +1,54 @@
+"""Gradients of experts that are counted by the wrong ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir import Arg, Node, Ref
+from autoshard.ir.placement import Shard
+from autoshard.program.program import Program
+from faults.edits import pairs_of, sites, with_nodes
+from faults.fault import Fault, Kind, rules
+
+
+def scaled_gradient(program: Program) -> Iterator[Fault]:
+    """Gradients of experts are divided by the number of ranks that experts are divided over."""
+    yield from _after_products(program, lambda axis, ways: ("aten.div.Tensor", (float(ways),)))
+
+
+def summed_gradient(program: Program) -> Iterator[Fault]:
+    """Gradients of experts are summed over ranks that have other experts."""
+    yield from _after_products(program, lambda axis, ways: ("comm.all_reduce.default", (axis,)))
+
+
+def _after_products(
+    program: Program, change: Callable[[str, int], tuple[str, tuple[Arg, ...]]]
+) -> Iterator[Fault]:
+    """Put an op (of name and further arguments) behind each gradient of matrices of experts."""
+    axes = Mesh.parse(program.mesh).axes
+    for name, number, node in sites(program):
+        if node.op != "autoshard.expert_outer.default":
+            continue
+        layout = program.lowered.segments[name].layouts[node.outs[0]]
+        for axis, placed in zip(axes, layout, strict=True):
+            if isinstance(placed, Shard) and placed.dim == 0:
+                op, more = change(axis.name, axis.size)
+                made = f"{node.outs[0]}_counted"
+                pairs = pairs_of(program, name)
+                first = replace(node, outs=(made,))
+                wrong = Node(op, (Ref(made), *more), (), node.outs, node.types, node.origin, node.backward)
+                pairs[number : number + 1] = [(first, pairs[number][1]), (wrong, pairs[number][1])]
+                layouts = {**program.lowered.segments[name].layouts, made: layout}
+                yield Fault(
+                    with_nodes(program, name, pairs, layouts=layouts),
+                    rules("function", "collective", "gradient", "partial", "placement", "result"),
+                    (),
+                )
+
+
+KINDS = {
+    "gradients of experts scaled": Kind(scaled_gradient, ("exchange",)),
+    "gradients of experts summed over other experts": Kind(summed_gradient, ("exchange",)),
+}
