@@ -112,6 +112,8 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
         behaviour = replace(behaviour, eager=False)
     if run.dispatcher == "alltoall":
         behaviour = replace(behaviour, exchange="choice", exchange_tasks=framework.exchange_tasks)
+    if run.tiling and any(word in str(run.tiling) for word in ("loss", "entropy")):
+        behaviour = replace(behaviour, loss_kept=0.0, loss_peak=0.0)
     told = run.overlap
     behaviour = replace(behaviour, recipe=_recipe(run, behaviour.recipe))
     return replace(

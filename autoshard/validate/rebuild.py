@@ -119,8 +119,10 @@ def mesh_of(run: Run) -> Mesh:
     pipeline rank."""
     owners = run.expert_ranks if run.experts else 1
     shard = storable(run.hidden, run.sharded) if run.zero else 1
-    shard = max(1, shard // owners)
-    axes = (("dp", run.data // shard // owners), ("fsdp", shard), ("ep", owners), ("tp", run.tensor))
+    # ranks that share a sequence hold parts of parameters as those of other sequences do
+    shard = max(1, shard // owners // run.context)
+    data = (("dp", run.data // shard // owners), ("fsdp", shard), ("ep", owners))
+    axes = (*data, ("cp", run.context), ("tp", run.tensor))
     return Mesh(tuple(Axis(name, size) for name, size in axes if size > 1) or (Axis("dp", 1),))
 
 
@@ -181,7 +183,7 @@ def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: RebuiltStages |
 def _wanted(run: Run, mesh: Mesh) -> RunPlacement:
     names = mesh.names
     tensor = names.index("tp") if "tp" in names else None
-    shards = tuple(k for k, name in enumerate(names) if name in ("fsdp", "ep"))
+    shards = tuple(k for k, name in enumerate(names) if name in ("fsdp", "ep", "cp"))
     owners = names.index("ep") if "ep" in names else None
     return RunPlacement(tensor, shards, run.zero, run.sequence_parallel, owners)
 

@@ -90,9 +90,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     model; topk: of a token; expert_ffn: width of one; shared_ffn: of those that all tokens take;
     dense_layers: first layers without experts; expert_ranks: data ranks that divide them; dispatcher: of
     their tokens. cuda_graphs: what the device issues without its host. offload: what lies in host memory.
-    routing: of tokens to experts. seconds: measured, of a step, None
-    where only memory or its lack was. gib: measured; memory_kind: what that counts. 0 and "" stand for what
-    a row does not say.
+    tiling: what is computed for some tokens at a time. routing: of tokens to experts. context: ranks that
+    share a sequence. seconds: measured, of a step, None where only memory or its lack was. gib: measured;
+    memory_kind: what that counts. 0 and "" stand for what a row does not say.
     """
 
     id: str = ""
@@ -132,8 +132,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     overlap: StatedOverlap = StatedOverlap()
     optimizer: StatedOptimizer = StatedOptimizer()
     offload: dict[str, Any] | None = None
+    tiling: dict[str, Any] | str | None = None
     routing: str = ""
     tensor: Count = 1
+    context: Count = 1
     pipeline: Count = 1
     data: Count = 0
     chunks: Count = 1
@@ -180,7 +182,6 @@ class _Row(Run, frozen=True, kw_only=True, rename=_KEYS):
     missing: tuple[Any, ...] = ()
     inferred: tuple[Any, ...] = ()
     microbatches_told: NotNegative = 0
-    context: Count = 1
     expert_tensor: Count = 1
     hybrid: dict[str, Any] | None = None
     lora: dict[str, Any] | None = None
@@ -261,7 +262,7 @@ def _filled(row: _Row) -> _Row:
         gpus=row.gpus or inner * data,
         micro=row.micro or (int(row.batch // pieces) if pieces else 0),
         kv_heads=row.kv_heads or row.heads,
-        sharded=row.sharded or data,
+        sharded=row.sharded or data * row.context,
         # gathered once a step, as by stage 2
         zero=2 if row.zero == 3 and "reshard_after_forward false" in row.optimizer_sharding else row.zero,
         sequence_parallel=row.sequence_parallel and row.tensor > 1,
@@ -285,21 +286,19 @@ def _reason(row: _Row) -> str:
     if not row.config_complete:
         missing = ", ".join(map(str, row.missing)) or "it does not say what"
         return f"its configuration is not complete: {missing}"
-    if row.context > 1:
-        return f"context parallelism (cp={row.context}) is not built"
     if reason := _not_built(row):
         return reason
-    t, p, d = row.tensor, row.pipeline, row.data
-    if t * p * d != row.gpus:
-        return f"t={t} x p={p} x d={d} is not n_gpus={row.gpus}"
+    t, p, d, cp = row.tensor, row.pipeline, row.data, row.context
+    if t * p * d * cp != row.gpus:
+        return f"t={t} x p={p} x d={d}{f' x cp={cp}' if cp > 1 else ''} is not n_gpus={row.gpus}"
     if row.batch % (row.micro * d):
         return f"gbs={row.batch} is not a multiple of mbs={row.micro} x d={d}"
     if (row.hidden % row.heads and not (row.head_dim or row.latent)) or row.heads % row.kv_heads:
         return "its heads do not divide hidden, or its kv_heads its heads"
     if row.heads % t or row.kv_heads % t:
         return f"its heads cannot be divided over t={t}"
-    if d % row.sharded:
-        return f"fsdp_shard={row.sharded} does not divide d={d}"
+    if d * cp % row.sharded:
+        return f"fsdp_shard={row.sharded} does not divide d={d}{f' x cp={cp}' if cp > 1 else ''}"
     if row.zero > 3:
         return f"there is no ZeRO stage {row.zero}"
     if p * row.chunks > row.layers + 2:
@@ -317,6 +316,8 @@ def _not_built(row: _Row) -> str:
         return "its attention is latent, and no key mla says its widths"
     if row.lora is not None:
         return "it trains adapters: runs that train all parameters are rebuilt"
+    if row.offload is not None and "optimizer" in row.offload:
+        return "its optimizer runs on the host"
     if row.mtp_layers:
         return f"it predicts further tokens (mtp_layers={row.mtp_layers}), which is not rebuilt"
     if "fp4" in row.precision.lower():

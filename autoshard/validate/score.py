@@ -68,7 +68,7 @@ def scored(rebuilt: Rebuilt, seconds: float, peak_bytes: float) -> Scored:
         run.study,
         None if run.oom else run.seconds,
         seconds,
-        run.gib,
+        None if run.offload else run.gib,
         counted(peak_bytes, run.memory_kind, axes, memory) / unit_of(run.memory_kind),
         run.oom,
         not (run.offload or fits(peak_bytes, memory, axes)),

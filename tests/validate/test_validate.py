@@ -114,7 +114,9 @@ def rebuilt_of(run: Run) -> Rebuilt:
         ({"kind": "component"}, "its kind is component"),
         ({"layers": None, "vocab": None}, "no layers, vocab"),
         ({"config_complete": False, "missing": ["the network"]}, "not complete: the network"),
-        ({"cp": 2, "n_gpus": 16}, "context parallelism (cp=2)"),
+        ({"cp": 2}, "t=2 x p=2 x d=2 x cp=2 is not n_gpus=8"),
+        ({"cp": 2, "n_gpus": 16, "fsdp_shard": 3}, "fsdp_shard=3 does not divide d=2 x cp=2"),
+        ({"offload": {"optimizer": "cpu"}}, "its optimizer runs on the host"),
         ({"experts": 8, "topk": 2}, "no moe_ffn"),
         ({**MIXTURE, "ep": 4}, "ep=4 does not divide d=2"),
         ({**MIXTURE, "experts": 9, "ep": 2}, "ep=2 does not divide its 9 experts"),
@@ -489,10 +491,20 @@ def test_batches_are_scaled_as_they_would_be_captured() -> None:
         {"p": 4, "t": 1, "v": 2, "schedule": "interleaved-1F1B", "layers": 6},
         {**MIXTURE, "t": 1, "p": 1, "d": 8, "ep": 4, "zero": 1, "ffn": None, "head_dim": 8, "kv_heads": 2},
         {**SHARED, "t": 1, "d": 4, "ep": 2, "zero": 3, "mla": LATENT, "recompute": "full"},
+        {
+            "model": "Llama",
+            "ffn": 96,
+            "kv_heads": 2,
+            "t": 1,
+            "p": 1,
+            "cp": 4,
+            "zero": 3,
+            "tiling": {"loss": ""},
+        },
     ],
     ids=[
         *("sequence parallel", "ZeRO-1", "ZeRO-3 in groups", "interleaved with short ends"),
-        *("experts", "latent attention and shared experts"),
+        *("experts", "latent attention and shared experts", "context"),
     ],
 )
 def test_rebuilt_programs_compute_what_the_model_does(tmp_path: Path, changed: dict[str, Any]) -> None:
@@ -626,9 +638,7 @@ def test_a_plan_is_picked_among_those_for_the_same_work(tmp_path: Path) -> None:
 
 def test_json_has_its_schema(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text(
-        json.dumps([row(), row(id="a-2", cp=2, n_gpus=16), row(id="b-1", study="b", mem_gib=1.0)])
-    )
+    path.write_text(json.dumps([row(), row(id="a-2", cp=2), row(id="b-1", study="b", mem_gib=1.0)]))
     result = CliRunner().invoke(app, ["validate", str(path), "--json"])
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
