@@ -121,10 +121,10 @@ class ExpertExchange:
 
     def route(self, num_experts: int, chosen: torch.Tensor) -> torch.Tensor:
         """The slots of this rank's experts, of tokens of all ranks."""
-        held = num_experts
+        count = num_experts
         for hop in self.hops:
-            held = chunk(held, hop.ways, hop.rank)[1]
-        slots: torch.Tensor = _ops.route_part(self._exchange(chosen, num_experts).here, held, 0)
+            count = chunk(count, hop.ways, hop.rank)[1]
+        slots: torch.Tensor = _ops.route_part(self._exchange(chosen, num_experts).here, count, 0)
         return slots
 
     def dispatch(

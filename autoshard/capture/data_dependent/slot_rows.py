@@ -102,4 +102,4 @@ def same_rows(
     sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     if name not in ("view", "reshape") or len(sizes) != len(shape):
         return False
-    return all(n in (own, -1) for n, own in zip(sizes, shape, strict=True)) and sizes.count(-1) <= 1
+    return all(n in (size, -1) for n, size in zip(sizes, shape, strict=True)) and sizes.count(-1) <= 1
