@@ -17,7 +17,7 @@ it is written.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import fx
@@ -48,17 +48,34 @@ class NotSparseError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """A tensor with one value for each token and expert, ``rest`` for those that the token did not choose.
+    """Of a tensor with one value for each token and expert, ``rest`` for those that the token did not choose.
 
     layout: [tokens, experts], [experts, tokens] or [experts * tokens, 1]. plain: the same in the first.
     chosen: experts of every token [tokens, k].
     """
 
-    tensor: torch.Tensor
     layout: Literal["by token", "by expert", "column"]
     plain: torch.Tensor
     chosen: torch.Tensor
     rest: float
+
+
+T = TypeVar("T")
+
+
+class _Notes(Generic[T]):
+    """What is known of tensors, as long as nothing changes them in place, or a view of them."""
+
+    def __init__(self) -> None:
+        # with the tensor itself, lest another one gets its identity
+        self._of: dict[int, tuple[torch.Tensor, int, T]] = {}
+
+    def __setitem__(self, tensor: torch.Tensor, note: T) -> None:
+        self._of[id(tensor)] = tensor, tensor._version, note
+
+    def get(self, tensor: object) -> T | None:
+        known = self._of.get(id(tensor))
+        return known[2] if known is not None and known[0]._version == known[1] else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +100,11 @@ class SparseMixtures(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # by identity, with the tensor itself, lest another one gets it
-        self._choices: dict[int, torch.Tensor] = {}
-        self._constants: dict[int, tuple[torch.Tensor, float]] = {}
-        self._scores: dict[int, _Scores] = {}
-        self._tiled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._choices: _Notes[int] = _Notes()
+        self._constants: _Notes[float] = _Notes()
+        self._scores: _Notes[_Scores] = _Notes()
+        self._tiled: _Notes[torch.Tensor] = _Notes()
+        self._tokens: _Notes[bool] = _Notes()
         self._rows: dict[int, _Rows] = {}
 
     def __torch_function__(
@@ -100,32 +117,35 @@ class SparseMixtures(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if first is None:
             return func(*args, **kwargs)
-        if name in ("scatter", "scatter_") and id(first) in self._constants:
+        if name in ("scatter", "scatter_") and self._constants.get(first) is not None:
             return self._scattered(func, args, kwargs)
         if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
             made = self._product(*args)
             if made is not None:
                 return made
         out = func(*args, **kwargs)
-        if name == "topk" and len(args) > 1 and kwargs.get("dim", -1) in (-1, first.dim() - 1):
-            self._choices[id(out[1])] = out[1]
+        if name == "topk" and (args[2] if len(args) > 2 else kwargs.get("dim", -1)) in (-1, first.dim() - 1):
+            self._choices[out[1]] = first.shape[-1]
         elif name in ("full_like", "zeros_like"):
             given = args[1] if len(args) > 1 else kwargs.get("fill_value")
             value = 0.0 if name == "zeros_like" else given
             if isinstance(value, (int, float)):
-                self._constants[id(out)] = out, float(value)
+                self._constants[out] = float(value)
         elif name == "repeat" and first.dim() == 2 and args[2:] == (1,):
-            self._tiled[id(out)] = out, first
-        elif id(first) in self._scores and (name in _POINTWISE or name in _RESHAPES):
-            self._followed(name, self._scores[id(first)], out)
+            self._tiled[out], self._tokens[first] = first, True
+        elif name in _POINTWISE or name in _RESHAPES:
+            scores = self._scores.get(first)
+            if scores is not None:
+                self._followed(name, scores, out)
         return out
 
     def _scattered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        base, rest = self._constants.pop(id(args[0]))
-        out: torch.Tensor = func(*args, **kwargs)
+        rest = self._constants.get(args[0])
         index = args[2] if len(args) == 4 and not kwargs else None
-        if base.dim() == 2 and index is not None and id(index) in self._choices and args[1] in (1, -1):
-            self._scores[id(out)] = _Scores(out, "by token", out, index, rest)
+        chosen = args[0].dim() == 2 and args[1] in (1, -1) and self._choices.get(index) == args[0].shape[1]
+        out: torch.Tensor = func(*args, **kwargs)
+        if chosen and index is not None and rest is not None:
+            self._scores[out] = _Scores("by token", out, index, rest)
         return out
 
     def _followed(self, name: str, scores: _Scores, out: torch.Tensor) -> None:
@@ -133,27 +153,32 @@ class SparseMixtures(TorchFunctionMode):
         experts = scores.plain.shape[1]
         if name in _POINTWISE and scores.layout == "by token":
             rest = scores.rest if name in _CASTS else 0.0 if scores.rest == float("-inf") else float("nan")
-            self._scores[id(out)] = _Scores(out, "by token", out, scores.chosen, rest)
+            self._scores[out] = _Scores("by token", out, scores.chosen, rest)
         elif name in ("t", "transpose") and scores.layout == "by token":
-            self._scores[id(out)] = replace(scores, tensor=out, layout="by expert")
+            self._scores[out] = replace(scores, layout="by expert")
         elif scores.layout == "by expert" and tuple(out.shape) == (experts * len(scores.plain), 1):
-            self._scores[id(out)] = replace(scores, tensor=out, layout="column")
+            self._scores[out] = replace(scores, layout="column")
 
     def _product(self, left: Any, right: Any) -> torch.Tensor | None:
         """Tokens times their scores, expert by expert; None for any other product."""
         for x, by in ((left, right), (right, left)):
-            tiled, scores = self._tiled.get(id(x)), self._scores.get(id(by))
-            if tiled is None or scores is None or scores.rest != 0.0 or scores.layout != "column":
+            x_of, scores = self._tiled.get(x), self._scores.get(by)
+            if x_of is None or scores is None or scores.rest != 0.0 or scores.layout != "column":
                 continue
             tokens, experts = scores.plain.shape
-            if len(tiled[1]) != tokens or len(x) != experts * tokens:
+            if len(x_of) != tokens or len(x) != experts * tokens or not self._unchanged(x_of, scores):
                 continue
             chosen = _ops.choices(scores.chosen)
             slots = _ops.route(chosen, experts)
             weights = _ops.dispatch_weights(scores.plain.gather(1, scores.chosen), chosen, slots)
-            rows = _ops.scale_rows(_ops.dispatch(tiled[1], chosen, slots), weights)
+            rows = _ops.scale_rows(_ops.dispatch(x_of, chosen, slots), weights)
             return self._standing(rows, _Mixture(chosen, slots, experts, tokens), x.shape)
         return None
+
+    def _unchanged(self, tokens: torch.Tensor, scores: _Scores) -> bool:
+        """Whether what the dense rows were made of still is as it was."""
+        known = self._tokens.get(tokens), self._choices.get(scores.chosen), self._scores.get(scores.plain)
+        return None not in known
 
     def _standing(self, rows: torch.Tensor, of: _Mixture, shape: Any) -> torch.Tensor:
         """A tensor of a dense shape for some rows."""

@@ -112,15 +112,19 @@ def _ends(slots: torch.Tensor, count: int) -> torch.Tensor:
 def _grouped(*matrices: torch.Tensor) -> bool:
     """Whether torch multiplies groups of rows of these in one call, without asking how many there are.
 
-    On CUDA: in bf16, from compute capability 8.0 on, rows of 16 bytes or a multiple (torch 2.11 to 2.13).
+    Rows begin at multiples of 16 bytes; on CUDA in bf16, from compute capability 8.0 on (torch 2.11 to 2.13).
     """
     x = matrices[0]
-    if not len(x) or x.dtype not in (torch.bfloat16, torch.float32):
+    if not len(x) or x.dtype not in (torch.bfloat16, torch.float32) or not all(map(_aligned, matrices)):
         return False
     if not x.is_cuda:
         return x.device.type == "cpu"
-    whole = all(n % 8 == 0 for m in matrices for n in m.shape[-2 if m.dim() == 3 else -1 :])
-    return x.dtype == torch.bfloat16 and whole and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    strides = [n for n in x.stride() if n != 1]
+    return x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in strides)
 
 
 def _spans(slots: torch.Tensor, count: int) -> Iterator[tuple[int, slice]]:

@@ -65,6 +65,35 @@ def not_summed(self: Mixture, rows: torch.Tensor) -> torch.Tensor:
     return torch.bmm(rows, self.up)
 
 
+class Changed(Mixture):
+    """What is changed in place: the tokens after they were repeated, or the constant before the scores."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(gated)
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits, x = self.router(x), x * 1.0
+        top, chosen = torch.topk(logits, 1, dim=1)
+        base = torch.full_like(logits, float("-inf"))
+        if self.what == "base":
+            base[0].fill_(0.5)
+        scores = torch.sigmoid(base.scatter_(1, chosen, top).float())
+        columns = scores.t().reshape(-1, 1)
+        rows = x.repeat(EXPERTS, 1)
+        if self.what == "tokens":
+            x[1:].mul_(2.0)
+        return {"loss": gated(self, (rows * columns).view(EXPERTS, -1, WIDTH)).square().sum() + x.sum()}
+
+
+@pytest.mark.parametrize("what", ["tokens", "base"])
+def test_what_was_changed_in_place_is_not_taken_for_what_it_was(what: str) -> None:
+    torch.manual_seed(0)
+    model = Changed(what)
+    assert "aten.bmm.default" in ops_of(model)
+    assert max(errors_of(model, {"x": torch.randn(TOKENS, WIDTH)}).values()) < RTOL
+
+
 def ops_of(model: nn.Module) -> list[str]:
     graph = capture(model, (torch.randn(TOKENS, WIDTH),)).graph
     return [n.op for n in graph.nodes if not n.backward]
