@@ -16,11 +16,10 @@ from autoshard.ir.placement import Shard
 from autoshard.ir.routing import EVEN, Routing, placed_by_load, zipf
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.op_work import product_of
 from autoshard.simulate.step import estimate_step
 
-_ROUTES = frozenset(
-    f"{name}.default" for name in ("autoshard.route", "autoshard.route_part", "comm.expert_route")
-)
+_ROUTES = frozenset(("autoshard.route.default", "autoshard.route_part.default"))
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def _experts_of(program: Program) -> _Experts:
     sizes = Mesh.parse(program.mesh).sizes
     for segment in program.lowered.segments.values():
         for node in segment.graph.nodes:
-            if node.op in _ROUTES:
+            if product_of(node).op in _ROUTES:
                 placed = segment.placed()[node.outs[0]]
                 assert placed.type.filled is not None
                 split = [isinstance(p, Shard) and p.outer == 1 for p in placed.layout]
