@@ -67,8 +67,10 @@ class Function:
         self.like_queries = False
         self.replaced: set[int] = set()
         self.raising: set[tuple[int, int]] = set()
-        #: whether chosen rows are slots of experts, and rows that are mostly zeros
-        self.slots = self.sparse = True
+        #: whether chosen rows are slots of experts
+        self.slots = True
+        #: whether rows that are mostly zeros are, which takes matrices of many experts in one tensor
+        self.sparse = any(t.dim() == 3 for t in state.tensors)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split = len(self.state.tensors)
