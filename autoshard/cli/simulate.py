@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,6 +73,8 @@ def simulate_command(
         budget = None if tokens is None else tokens_of(tokens)
         if price is not None and budget is None:
             raise UsageError("--price needs --tokens", hint="for instance --tokens 300B --price 2.50")
+        if move_experts is not None and not routing:
+            raise UsageError("--move-experts needs --routing FILE", hint="counts say which experts are full")
         say(f"reading {folder}")
         program = load_program(folder, only_read=True)
         machine = prices_of(program.plan, cluster)
@@ -80,15 +83,13 @@ def simulate_command(
         device = device_memory(Peaks(prices))
         rate = simulation.rates(program, estimate)
         cost = None if budget is None else simulation.bill(rate, estimate, budget, price)
-        if move_experts is not None and not routing:
-            raise UsageError("--move-experts needs --routing FILE", hint="counts say which experts are full")
-        routed = routed_steps(program, machine, routing, move_experts) if routing else []
+        routed = routed_steps(program, machine, estimate, routing, move_experts) if routing else []
         if perfetto is not None:
             _write_trace(perfetto, estimate, prices)
         if json:
             document = simulation.as_json(program, machine, estimate, rate, cost, device)
             written = {} if perfetto is None else {"perfetto": str(perfetto)}
-            told = {"routing": [step.as_json() for step in routed]} if routed else {}
+            told = {"routing": [asdict(step) for step in routed]} if routed else {}
             print_json({"command": "simulate", "folder": str(folder), **document, **told, "written": written})
         else:
             _print(program, machine, estimate, rate, cost, device)
@@ -125,12 +126,11 @@ def _print_routed(steps: Sequence[RoutedStep], cluster: Cluster) -> None:
     from autoshard.cluster import usable_memory
     from autoshard.ir.units import bytes_text, seconds_text
 
-    usable = usable_memory(cluster.device)
     stdout().print()
     rows = table("routing", "fullest rank", "step", "peak memory", "", right=(1, 2, 3))
     for step in steps:
         name = f"{step.name} ({step.moved} moved)" if step.order else step.name
-        fits = "" if step.peak <= usable else "does not fit"
+        fits = "" if step.peak <= usable_memory(cluster.device) else "does not fit"
         rows.add_row(name, f"{step.load:.2f} x", seconds_text(step.seconds), bytes_text(step.peak), fits)
     print_table(rows)
 

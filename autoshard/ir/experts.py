@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
+from autoshard.ir.placement import Layout, Shard
 from autoshard.ir.routing import EVEN, Routing
 from autoshard.ir.types import TensorType
+
+
+def owner_ways(layout: Layout, sizes: Sequence[int]) -> int:
+    """Among how many ranks the experts, outer blocks of slots, are divided. sizes: of the mesh axes."""
+    split = [isinstance(p, Shard) and p.dim == 0 and p.outer == 1 for p in layout]
+    return prod(size for size, divided in zip(sizes, split, strict=True) if divided)
 
 
 def destinations(slots: TensorType, ways: int, routing: Routing = EVEN) -> float:

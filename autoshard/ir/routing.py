@@ -47,9 +47,8 @@ class Routing:
 
     def fullest_layer(self, ways: int) -> Routing:
         """That of the layer with the fullest of ``ways`` parts alone."""
-        if len(self.layers) < 2:
-            return self
-        return replace(self, layers=(max(self.layers, key=lambda counts: fullest(counts, ways)),))
+        layers = self.layers and (max(self.layers, key=lambda counts: fullest(counts, ways)),)
+        return replace(self, layers=layers)
 
 
 EVEN = Routing()
@@ -75,29 +74,21 @@ def placed_by_load(counts: Sequence[float], ways: int, moves: int | None = None)
     fuller of the two. moves: experts that may change their part, two in a swap; None for as many as help.
     """
     width = -(-len(counts) // ways)
-    order = list(range(len(counts)))
-    parts = [order[k * width : (k + 1) * width] for k in range(ways)]
+    parts = [list(range(len(counts)))[k * width : (k + 1) * width] for k in range(ways)]
     sums = [sum(counts[e] for e in part) for part in parts]
-    left = len(counts) ** 2 if moves is None else moves // 2
-    while left > 0:
+    for _ in range(len(counts) ** 2 if moves is None else moves // 2):
         full = max(range(ways), key=lambda k: sums[k])
-        best: tuple[float, int, int, int] | None = None
-        for other in range(ways):
+        best: tuple[float, float, int, int, int] | None = None
+        for other in (k for k in range(ways) if k != full):
             for a, mine in enumerate(parts[full]):
                 for b, theirs in enumerate(parts[other]):
                     more = counts[mine] - counts[theirs]
                     after = max(sums[full] - more, sums[other] + more)
-                    if (
-                        other != full
-                        and after < sums[full] * (1 - 1e-9)
-                        and (best is None or after < best[0])
-                    ):
-                        best = after, other, a, b
+                    if after < sums[full] * (1 - 1e-9) and (best is None or after < best[0]):
+                        best = after, more, other, a, b
         if best is None:
             break
-        _, other, a, b = best
-        more = counts[parts[full][a]] - counts[parts[other][b]]
+        _, more, other, a, b = best
         parts[full][a], parts[other][b] = parts[other][b], parts[full][a]
         sums[full], sums[other] = sums[full] - more, sums[other] + more
-        left -= 1
     return tuple(e for part in parts for e in part)

@@ -103,7 +103,7 @@ def combine_weights(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) 
     return out.view(chosen.shape)
 
 
-def _ends(slots: torch.Tensor, count: int) -> torch.Tensor:
+def _group_ends(slots: torch.Tensor, count: int) -> torch.Tensor:
     """Where the slots of each expert end."""
     numbers = torch.arange(count, device=slots.device)
     return torch.searchsorted(slots >> _PAIR_BITS, numbers, right=True, out_int32=True)
@@ -130,7 +130,7 @@ def _aligned(x: torch.Tensor) -> bool:
 def _spans(slots: torch.Tensor, count: int) -> Iterator[tuple[int, slice]]:
     """(expert, its range among the slots) of all experts."""
     begin = 0
-    for number, end in enumerate(_ends(slots, count).tolist()):
+    for number, end in enumerate(_group_ends(slots, count).tolist()):
         yield number, slice(begin, end)
         begin = end
 
@@ -142,7 +142,7 @@ def expert_mm(x: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, transp
     """
     matrices = weight.transpose(1, 2) if transposed else weight
     if _grouped(x, matrices):
-        return F.grouped_mm(x, matrices, offs=_ends(slots, weight.shape[0]))
+        return F.grouped_mm(x, matrices, offs=_group_ends(slots, weight.shape[0]))
     out = x.new_empty((x.shape[0], matrices.shape[2]))
     for number, span in _spans(slots, weight.shape[0]):
         torch.mm(x[span], matrices[number], out=out[span])
@@ -158,7 +158,7 @@ def expert_outer(
     """
     left, right = (grad, x) if transposed else (x, grad)
     if _grouped(left, right):
-        return F.grouped_mm(left.t(), right, offs=_ends(slots, num_experts))
+        return F.grouped_mm(left.t(), right, offs=_group_ends(slots, num_experts))
     out = x.new_empty((num_experts, left.shape[1], right.shape[1]))
     for number, span in _spans(slots, num_experts):
         torch.mm(left[span].t(), right[span], out=out[number])  # zeros of an expert without rows

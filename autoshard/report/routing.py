@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
-from autoshard.ir.placement import Shard
+from autoshard.ir.experts import owner_ways
 from autoshard.ir.routing import EVEN, Routing, placed_by_load, zipf
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import product_of
-from autoshard.simulate.step import estimate_step
+from autoshard.simulate.step import StepEstimate, estimate_step
 
 _ROUTES = frozenset(("autoshard.route.default", "autoshard.route_part.default"))
 
@@ -38,9 +36,6 @@ class RoutedStep:
     order: tuple[tuple[int, ...], ...] = ()
     moved: int = 0
 
-    def as_json(self) -> Mapping[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class _Experts:
@@ -52,16 +47,17 @@ class _Experts:
 
 
 def routed_steps(
-    program: Program, cluster: Cluster, words: Sequence[str], moves: int | None = None
+    program: Program, cluster: Cluster, even: StepEstimate, words: Sequence[str], moves: int | None = None
 ) -> list[RoutedStep]:
     """The step for each of some routings, after that of even routing.
 
-    words: ``worst``, ``zipf=1.2`` or files of counts. For counts there is another one with experts placed by
-    load. moves: experts of a layer that may be moved for that. Raises UsageError for a program without
-    experts that ranks divide, and for what is no routing.
+    even: the step of the program as it is simulated otherwise. words: ``worst``, ``zipf=1.2`` or files of
+    counts. For counts there is another one with experts placed by load. moves: experts of a layer that may be
+    moved for that. Raises UsageError for a program without experts that ranks divide, and for what is no
+    routing.
     """
     experts = _experts_of(program)
-    found = [_step(program, cluster, experts, "even", EVEN)]
+    found = [RoutedStep("even", 1.0, even.seconds, even.fullest.peak)]
     for word in words:
         routing = _routing(word, experts)
         found.append(_step(program, cluster, experts, word, routing))
@@ -82,7 +78,7 @@ def _moved(order: Sequence[int], experts: _Experts) -> int:
 def _step(program: Program, cluster: Cluster, experts: _Experts, name: str, routing: Routing) -> RoutedStep:
     step = estimate_step(program, cluster, behaviour=Behaviour(routing=routing))
     layer = routing.fullest_layer(experts.ways)
-    full = step if layer is routing else estimate_step(program, cluster, behaviour=Behaviour(routing=layer))
+    full = step if layer == routing else estimate_step(program, cluster, behaviour=Behaviour(routing=layer))
     return RoutedStep(
         name, routing.load(experts.chosen, experts.count, experts.ways), step.seconds, full.fullest.peak
     )
@@ -95,8 +91,7 @@ def _experts_of(program: Program) -> _Experts:
             if product_of(node).op in _ROUTES:
                 placed = segment.placed()[node.outs[0]]
                 assert placed.type.filled is not None
-                split = [isinstance(p, Shard) and p.outer == 1 for p in placed.layout]
-                ways = prod(n for n, divided in zip(sizes, split, strict=True) if divided)
+                ways = owner_ways(placed.layout, sizes)
                 if ways > 1:
                     return _Experts(*placed.type.filled, ways)
     raise UsageError(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Graph, LocalSize, Node, TensorType, refs_of
 from autoshard.ir.collectives import COLLECTIVES, CollectiveSpec, axes_of, is_ring, spec_of, wheres_of
-from autoshard.ir.experts import exchanged_bytes
+from autoshard.ir.experts import exchanged_bytes, owner_ways
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
 from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
@@ -60,6 +60,7 @@ class Ops:
     def __init__(self, mesh: Mesh, coords: Sequence[int], behaviour: Behaviour) -> None:
         self.mesh, self.coords, self.behaviour = mesh, tuple(coords), behaviour
         self._bytes: dict[tuple[TensorType, Layout], float] = {}
+        self._loads: dict[tuple[int, int, int], float] = {}
         #: by the identity of a value's type and layout, which many values of alike layers share
         self._known: dict[int, tuple[PlacedValue, float]] = {}
 
@@ -78,10 +79,10 @@ class Ops:
         if type_.filled in (None, (1, 1)) or self.behaviour.routing == EVEN:
             return 1.0
         assert type_.filled is not None
-        # experts are the outer blocks of slots
-        split = [isinstance(p, Shard) and p.dim == 0 and p.outer == 1 for p in layout]
-        ways = prod(size for size, divided in zip(self.mesh.sizes, split, strict=True) if divided)
-        return self.behaviour.routing.load(*type_.filled, ways)
+        key = *type_.filled, owner_ways(layout, self.mesh.sizes)
+        if key not in self._loads:
+            self._loads[key] = self.behaviour.routing.load(*key)
+        return self._loads[key]
 
     def shape(self, placed: PlacedValue) -> tuple[int, ...]:
         """Elements per dim of a value on the rank, of slots of experts as many as there are on average."""
@@ -132,16 +133,13 @@ class Ops:
             dtype = self.behaviour.product_dtype or dtype
             if node.op not in experts.RULES:
                 return [*narrowed, self._product(ins, outs[0], dtype)]
-            names = dict.fromkeys((*refs_of(node), *node.outs))
-            return [
-                *narrowed,
-                *self._other_products(node, ins, outs, dtype, self._moved(names, values, inside)),
-            ]
+            moved = self._moved(node, values, inside)
+            return [*narrowed, *self._other_products(node, ins, outs, dtype, moved)]
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
         if node.op == TILES:
             return [self._tiled(node)]
-        moved = self._moved(dict.fromkeys((*refs_of(node), *node.outs)), values, inside)
+        moved = self._moved(node, values, inside)
         if node.op == _NORM_BACKWARD:
             moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])
         if node.op in PRODUCTS:
@@ -171,10 +169,9 @@ class Ops:
     def _operand(self, placed: PlacedValue) -> Operand:
         return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
 
-    def _moved(
-        self, names: Iterable[str], values: Mapping[str, PlacedValue], inside: Collection[str]
-    ) -> float:
-        """Bytes that are read and written of some values."""
+    def _moved(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str]) -> float:
+        """Bytes that an op reads and writes, but for values inside fused kernels."""
+        names = dict.fromkeys((*refs_of(node), *node.outs))
         return sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
 
     def _narrowed(self, nbytes: float, dtype: str) -> list[Work]:

@@ -17,6 +17,7 @@ from autoshard.ir.experts import destinations
 from autoshard.ir.routing import EVEN, Routing, fullest, placed_by_load, zipf
 from autoshard.program.store import save_program
 from autoshard.report.routing import routed_steps
+from autoshard.simulate.step import estimate_step
 
 COUNTS = (8.0, 6.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0)
 
@@ -54,10 +55,13 @@ def test_experts_are_placed_by_load() -> None:
 def test_steps_and_memory_grow_with_the_load(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     program, _, _ = _expert_parallel("ep=4")
+    cluster = load_cluster("cpu-gloo")
     counts = [[60, *range(16, 1, -1)], [1] * 16]
     (tmp_path / "load.json").write_text(json.dumps(counts))
     file = str(tmp_path / "load.json")
-    even, skewed, placed, worst = routed_steps(program, load_cluster("cpu-gloo"), [file, "worst"])
+    even, skewed, placed, worst = routed_steps(
+        program, cluster, estimate_step(program, cluster), [file, "worst"]
+    )
     assert even.seconds < placed.seconds < skewed.seconds < worst.seconds
     assert even.peak <= placed.peak <= skewed.peak < worst.peak
     assert len(placed.order) == 2 and placed.order[1] == tuple(range(16)) and placed.moved > 0
@@ -76,5 +80,7 @@ def test_steps_and_memory_grow_with_the_load(tmp_path: Path) -> None:
 def test_files_that_are_no_routing(tmp_path: Path, text: str, reason: str) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "load.json").write_text(text)
+    program, cluster = _expert_parallel("ep=4")[0], load_cluster("h100-dgx")
+    even = estimate_step(program, cluster)
     with pytest.raises(UsageError, match=reason):
-        routed_steps(_expert_parallel("ep=4")[0], load_cluster("h100-dgx"), [str(tmp_path / "load.json")])
+        routed_steps(program, cluster, even, [str(tmp_path / "load.json")])

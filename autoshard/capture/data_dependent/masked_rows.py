@@ -238,19 +238,23 @@ class ChosenRows(TorchFunctionMode):
             return self._add(func, name, args, kwargs)
         if name == "__getitem__" and not own:
             return self._pick(func, args)
+        refusal: Exception = _refused(func)
         if isinstance(selection, SlotSelection):
-            return self._on_slots(func, name, args, kwargs, rows, selection)
-        if name == "unbind" and own and first.axis is not None and args[1:] in ((), (0,)):
+            made = self._on_slots(func, name, args, kwargs, rows, selection)
+            if made is not None:
+                return made
+            refusal = NoSlotsError()
+        elif name == "unbind" and own and first.axis is not None and args[1:] in ((), (0,)):
             return self._turns(func, first)
-        if name in _RESHAPES and own:
+        elif name in _RESHAPES and own:
             return self._reshaped(func, args, kwargs, first)
         dims = self._dims(name, args, kwargs, rows)
         if dims is None:
-            raise _refused(func)
+            raise refusal
         out = func(*args, **kwargs)
         for t in out if isinstance(out, (tuple, list)) else [out]:
             if not isinstance(t, torch.Tensor) or t.shape[dims + t.dim()] != selection.rows:
-                raise _refused(func)
+                raise refusal
             if id(t) not in self._rows:
                 self._tag(t, selection, dims + t.dim(), first.axis if name in _SAME else None)
         return out
@@ -264,7 +268,7 @@ class ChosenRows(TorchFunctionMode):
         rows: list[_Rows],
         selection: SlotSelection,
     ) -> Any:
-        """What is done to rows alone, of which there are as many as chose an expert."""
+        """What is done to rows of which there are as many as chose an expert, None if it is row by row."""
         first = rows[0]
         own = bool(args) and args[0] is first.tensor
         if any(r.axis is not None or r.dim for r in rows) or name in ("dropout", "where", "masked_fill"):
@@ -286,15 +290,7 @@ class ChosenRows(TorchFunctionMode):
             if not own or len(rows) > 1 or len(args) != 2 or kwargs:
                 raise NoSlotsError
             return self._tag(self._run(selection.product, first.tensor, args[1], False), selection, 0)
-        if self._dims(name, args, kwargs, rows) is None:
-            raise NoSlotsError
-        out = func(*args, **kwargs)
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if not isinstance(t, torch.Tensor) or t.shape[:1] != (selection.rows,):
-                raise NoSlotsError
-            if id(t) not in self._rows:
-                self._tag(t, selection, 0)
-        return out
+        return None
 
     def _dims(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[_Rows]
