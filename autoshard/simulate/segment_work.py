@@ -16,7 +16,7 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.framework_saved import CHAINED, Keeping
 from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
 from autoshard.simulate.segment_cache import OfSegments
-from autoshard.simulate.work import CollectiveWork, OpTask, Sheet, Transfer
+from autoshard.simulate.work import CollectiveWork, HostWork, OpTask, Sheet, Transfer
 
 
 class Sheets:
@@ -203,7 +203,9 @@ class Sheets:
 def _with_views(tasks: Sequence[OpTask], before: Mapping[int, int]) -> tuple[OpTask, ...]:
     """Tasks with the views that are issued before each of them; those before a message, or after all, go to
     another that computes. before: number of a task, or one beyond the last -> views."""
-    computing = [k for k, task in enumerate(tasks) if not isinstance(task.work, CollectiveWork | Transfer)]
+    computing = [
+        k for k, task in enumerate(tasks) if not isinstance(task.work, CollectiveWork | HostWork | Transfer)
+    ]
     found: dict[int, int] = {}
     for k, count in before.items():
         if computing:
