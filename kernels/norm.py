@@ -70,10 +70,10 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(LayerNorm of x [..., H], mean [..., 1], rstd [..., 1]); the last two in fp32."""
-    # with weights in fp32, torch gives statistics in fp32, too
+    # a GPU takes no two element types, and gives statistics in that of x
     shift = None if bias is None else wide(bias)
-    y, mean, rstd = torch.native_layer_norm(x, weight.shape, wide(weight), shift, eps)
-    return y, mean, rstd
+    y, mean, rstd = torch.native_layer_norm(wide(x), weight.shape, wide(weight), shift, eps)
+    return y.to(x.dtype), mean, rstd
 
 
 def add_layer_norm(

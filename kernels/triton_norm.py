@@ -1,6 +1,6 @@
 """Launches of `kernels/norm.py`.
 
-A program holds whole rows in registers, up to 16384 elements forward and 8192 backward; of wider rows it
+A program holds whole rows in registers, up to 32768 elements forward and 8192 backward; of wider rows it
 reads pieces, once per pass over the row (the later passes find them in the cache). Backward, few programs go
 over many rows each and keep the sums of columns in registers; a second launch adds up those of all programs.
 """
@@ -16,10 +16,11 @@ import triton.language as tl
 from autoshard.kernels.lang import to_out
 from autoshard.kernels.launch import Launch, Prepared, ceil_div, multiprocessors, next_power
 
-_WIDEST_FORWARD = 16384
+_WIDEST_FORWARD = 32768
 _WIDEST_BACKWARD = 8192
-#: programs per multiprocessor that keep sums of columns
-_RESIDENT = 2
+#: elements that the programs of one multiprocessor have in hand backward: as many loads as hide the memory's
+#: latency, and few sums of columns to write and add up (measured on an H100)
+_RESIDENT = 8192
 _TILE = 4096
 
 
@@ -278,7 +279,7 @@ def _shape(width: int, widest: int) -> tuple[int, int, int]:
     block = min(next_power(width), widest)
     rows = max(1, _TILE // 2 // block) if block < width or block <= _TILE // 2 else 1
     rows = 1 if block < width else rows
-    return rows, block, max(4, min(16, block * rows // 512))
+    return rows, block, max(4, min(32, block * rows // 512))
 
 
 def normed(
@@ -363,18 +364,18 @@ def _gradients(
     sums = [torch.empty_like(weight) for _ in range(1 + layer)]
     grid: tuple[int, ...]
     flags: dict[str, Any] = {"LAYER": layer, "MORE": more is not None}
-    resident = _RESIDENT * multiprocessors(x.device)
     if width <= _WIDEST_BACKWARD:
         rows, block, warps = _shape(width, _WIDEST_BACKWARD)
+        resident = max(1, _RESIDENT // (rows * block)) * multiprocessors(x.device)
         parts = max(1, min(resident, ceil_div(count, rows)))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
         whole = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
         constants = {**flags, "ROWS": rows, "BLOCK": block}
         # more is held per row than forward: fewer elements a thread
-        warps = 2 * warps if block >= 4096 else warps
+        warps = 2 * warps if block >= 2048 else warps
         launches = [Launch(_backward, (parts,), whole, constants, warps, 4 * rows)]
     else:
-        parts = max(1, min(resident, count))
+        parts = max(1, min(2 * multiprocessors(x.device), count))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
         wide = (grad, x, mean, rstd, weight, more, dx, width)
         launches = [Launch(_backward_wide, (count,), wide, {**flags, "BLOCK": _TILE}, 8, 2)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple
 
     No key/value cache; attention kernels that only run on GPUs replaced by torch's; experts as products that
     need no sort over the tokens (implementations that the user registered stay); no search for packed
-    sequences where eager mode makes none or finds none (without values a model cannot see that, and would
-    build a mask for every pair of tokens). Does nothing if transformers was never imported, or the model
+    sequences, and no mask where none is given, where eager mode makes none (without values a model cannot see
+    that, and would build a mask for every pair of tokens). Does nothing if transformers was never imported, or the model
     is not one of its models. Gives the (config, attribute) pairs that it decides, whatever they were.
     """
     configs = _configs(model) if "transformers" in sys.modules else []
@@ -43,6 +44,9 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple
         packs = "position_ids" in kwargs and not caching
         if configs and not packs and hasattr(masking, "find_packed_sequence_indices"):
             stack.enter_context(replaced(masking, "find_packed_sequence_indices", _not_packed))
+        # before 5.19 a causal mask is written out in every trace, also where no mask was given
+        if configs and hasattr(masking, "is_tracing"):
+            stack.enter_context(replaced(masking, "is_tracing", partial(_traced_mask, masking.is_tracing)))
         yield [(config, name) for config in configs for name in _DECIDED]
 
 
@@ -62,6 +66,10 @@ def _lift_experts(configs: list[Any], stack: ExitStack) -> None:
 
 def _not_packed(position_ids: torch.Tensor) -> None:
     return None
+
+
+def _traced_mask(is_tracing: Callable[..., bool], mask: torch.Tensor | None = None) -> bool:
+    return mask is not None and is_tracing(mask)
 
 
 def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:

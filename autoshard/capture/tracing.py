@@ -1,7 +1,8 @@
 """What a trace runs in: fake tensors, the compiling state, model code without its runtime, marks on nodes.
 
 Leans on private interfaces: the fake tensor mode, ``torch.compiler._is_compiling_flag``, the node metadata
-of ``torch.fx.traceback`` and the insides of ``torch.utils.checkpoint`` and ``nn.Transformer``. Run with 2.13.
+of ``torch.fx.traceback`` and the insides of ``torch.utils.checkpoint`` and ``nn.Transformer``. Tried on torch 2.11 to
+2.13.
 """
 
 from __future__ import annotations
@@ -93,8 +94,11 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def _quiet_fx() -> Iterator[None]:
-    """No stack traces on nodes: ours are cheaper."""
+    """No stack traces on nodes: ours are cheaper. torch 2.11 cannot do without."""
     config = cast(Any, torch.fx.config)
+    if not hasattr(config, "do_not_emit_stack_traces"):
+        yield
+        return
     before = config.do_not_emit_stack_traces
     config.do_not_emit_stack_traces = True
     try:

@@ -10,7 +10,7 @@ is split.
 
 Leans on ``DTensor._local_tensor``, on its ``__create_write_items__``, ``__create_chunk_list__`` and
 ``__get_tensor_shard__``, which ask the local tensor first, on ``_StridedShard``, and on
-``torch._C._DisableTorchDispatch``. Tried on torch 2.13.
+``torch._C._DisableTorchDispatch``. Tried on torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard, _StridedShardOffsetMode
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from autoshard.errors import UsageError
 
-_ALL = _StridedShardOffsetMode.ALL
 #: ops whose result is the same part of something as their operand, beside those that go element by element
 _KEPT = frozenset(
     getattr(torch.ops.aten, name).default
@@ -49,7 +48,9 @@ class BlockShard(_StridedShard):
     """A strided shard that is several blocks; torch gets every answer but where "the" block lies."""
 
     def _local_shard_size_and_offset(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("offset_mode") is _ALL:
+        # torch 2.11 and 2.12 ask for all offsets by the first name, 2.13 by the second
+        mode = kwargs.get("offset_mode")
+        if kwargs.get("return_first_offset") is False or getattr(mode, "name", "") == "ALL":
             raise UsageError(
                 "a tensor whose shard is several blocks is saved, loaded or distributed as if it were one",
                 where=repr(self),
@@ -116,13 +117,15 @@ def _blocks(
 
 
 def _cut(index: torch.Tensor, placed: Any, ways: int, place: int) -> torch.Tensor:
-    if isinstance(placed, _StridedShard):
-        _, offsets = _StridedShard(placed.dim, split_factor=placed.split_factor)._local_shard_size_and_offset(
-            len(index), ways, place, offset_mode=_ALL
-        )
-        return index[torch.tensor(offsets, dtype=torch.long)]
-    size, start = placed._local_shard_size_and_offset(len(index), ways, place)
-    return index[start : start + size] if size else index[:0]
+    """The elements of a rank, in the order in which it has them."""
+    outer = placed.split_factor if isinstance(placed, _StridedShard) else 1
+    return torch.cat([_chunk(_chunk(index, outer, k), ways, place) for k in range(outer)])
+
+
+def _chunk(index: torch.Tensor, ways: int, place: int) -> torch.Tensor:
+    """As torch chunks: the first are of one size, the last may have fewer elements or none."""
+    size = -(-len(index) // ways)
+    return index[place * size : (place + 1) * size]
 
 
 def _runs(index: list[int]) -> list[tuple[int, int, int]]:

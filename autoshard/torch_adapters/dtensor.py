@@ -1,4 +1,4 @@
-"""Everything of torch's DTensor that is not public. Tried on torch 2.13; 2.11 and 2.12 read from sources.
+"""Everything of torch's DTensor that is not public. Tried on torch 2.11 and 2.13; 2.12 read from sources.
 
 ``_StridedShard(dim, split_factor=k)`` is `Shard(dim, outer=k)` here: the dim seen as (k, rest), the
 rest split.
@@ -64,7 +64,10 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     placements = refusing(size, mesh, torch_placements(layout))
-    return described(DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride))
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+    if any(isinstance(p, _StridedShard) for p in placements):
+        made._spec = _spec(mesh, placements, made._spec.tensor_meta)
+    return described(made)
 
 
 def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
@@ -74,8 +77,12 @@ def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: S
         return as_dtensor(local, mesh, layout, shape)
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(mesh, tuple(refusing(size, mesh, torch_placements(layout))), tensor_meta=meta)
-    return dtensor_of(local, spec)
+    return dtensor_of(local, _spec(mesh, refusing(size, mesh, torch_placements(layout)), meta))
+
+
+def _spec(mesh: DeviceMesh, placements: Sequence[TorchPlacement], meta: TensorMeta | None) -> Spec:
+    """Of a strided shard for what it is: otherwise torch 2.11 takes it for an order of axes, or raises."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=False)
 
 
 def spec_of(x: DTensor) -> Spec:
@@ -91,8 +98,7 @@ def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
 def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor that lies as another one, of a local part in any memory and of any type."""
     meta = TensorMeta(other.shape, other.stride(), local.dtype)
-    spec = DTensorSpec(other.device_mesh, tuple(other.placements), tensor_meta=meta)
-    return dtensor_of(local, spec)
+    return dtensor_of(local, _spec(other.device_mesh, other.placements, meta))
 
 
 def dtensor_as(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

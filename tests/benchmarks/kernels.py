@@ -81,7 +81,17 @@ def _print(found: Sequence[Row], errors: dict[str, float | str], bandwidth: floa
         )
         CONSOLE.print(f"[bold]kernels[/] ({device})")
     table = Table(
-        "kernel", "largest tensor", "error", "MB", "us", "of a copy", "goal", "eager", "compile", "liger"
+        "kernel",
+        "largest tensor",
+        "error",
+        "MB",
+        "us",
+        "issue",
+        "of a copy",
+        "goal",
+        "eager",
+        "compile",
+        "liger",
     )
     for row in found:
         others = dict(row.others)
@@ -91,6 +101,7 @@ def _print(found: Sequence[Row], errors: dict[str, float | str], bandwidth: floa
             _error_text(errors.get(row.name)),
             f"{row.cost.moved / 1e6:.0f}",
             row.failure or (f"{row.seconds * 1e6:.0f}" if row.seconds else "not measured"),
+            f"{row.issue * 1e6:.0f}" if row.issue else "not measured",
             f"{row.cost.moved / row.seconds / bandwidth:.0%}"
             if row.seconds and bandwidth
             else "not measured",
@@ -99,7 +110,8 @@ def _print(found: Sequence[Row], errors: dict[str, float | str], bandwidth: floa
         )
     CONSOLE.print(table)
     CONSOLE.print(
-        "error: the worst in fp32, bf16 and fp16, over what is allowed; eager, compile, liger: times ours"
+        "error: the worst in fp32, bf16 and fp16, over what is allowed; issue: us of the host; "
+        "eager, compile, liger: times ours"
     )
 
 

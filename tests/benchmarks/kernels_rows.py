@@ -44,12 +44,17 @@ _CHECKED = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel at one size. seconds: None where not measured; others: seconds by name, or why not."""
+    """One kernel at one size.
+
+    seconds: on the device, None where not measured; issue: of the host, per call. others: seconds by name, or
+    why not.
+    """
 
     name: str
     sizes: str
     cost: Cost
     seconds: float | None = None
+    issue: float | None = None
     others: tuple[tuple[str, float | str], ...] = ()
     failure: str = ""
 
@@ -92,6 +97,7 @@ def _row(spec: KernelSpec, args: tuple[Any, ...], watch: Stopwatch | None, compi
         return row
     try:
         found = watch.seconds(lambda: op(*args))
+        issue = watch.issue_seconds(lambda: op(*args))
     except RuntimeError as error:
         return Row(row.name, row.sizes, row.cost, failure=_first_line(error))
     peers: list[tuple[str, Callable[[], Callable[[], object] | None]]] = [
@@ -103,7 +109,7 @@ def _row(spec: KernelSpec, args: tuple[Any, ...], watch: Stopwatch | None, compi
         ("liger", lambda: liger(spec.name, args)),
     ]
     others = [(name, _timed(watch, make)) for name, make in peers]
-    return Row(row.name, row.sizes, row.cost, found, tuple(others))
+    return Row(row.name, row.sizes, row.cost, found, issue, tuple(others))
 
 
 def _timed(watch: Stopwatch, make: Callable[[], Callable[[], object] | None]) -> float | str:

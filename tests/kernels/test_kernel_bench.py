@@ -22,6 +22,9 @@ CPU = torch.device("cpu")
 class Counted(Stopwatch):
     """Runs each call once; the first of a row takes one second, the second two, and so on."""
 
+    def issue_seconds(self, call: Callable[[], object]) -> float:
+        return 0.5
+
     def seconds(self, call: Callable[[], object]) -> float:
         call()
         CALLS.append(1.0)
@@ -62,7 +65,11 @@ def test_a_row_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     args = next(iter(spec.samples(torch.Generator().manual_seed(0), torch.bfloat16, CPU)))
     monkeypatch.setattr(sys.modules[__name__], "CALLS", [])
     row = kernels_rows._row(spec, args, Counted(CPU, torch.empty(0)), False)
-    assert row.seconds == 1.0 and dict(row.others) == {"eager": 2.0, "compile": "-", "liger": "-"}
+    assert (row.seconds, row.issue) == (1.0, 0.5) and dict(row.others) == {
+        "eager": 2.0,
+        "compile": "-",
+        "liger": "-",
+    }
 
     def fails() -> Callable[[], object]:
         raise ValueError("no such thing\nmore")
@@ -89,9 +96,14 @@ def test_table_of_measured_rows(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     cost = next(iter(rows(None, ["rms_norm"], compiled=False))).cost
     row = Row(
-        "rms_norm", "8192 x 8192", cost, cost.moved / 2e12, (("eager", cost.moved / 1e12), ("compile", "-"))
+        "rms_norm",
+        "8192 x 8192",
+        cost,
+        cost.moved / 2e12,
+        3e-5,
+        (("eager", cost.moved / 1e12), ("compile", "-")),
     )
     bench._print([row], {"rms_norm": 0.25}, 4e12, 7)
     shown = capsys.readouterr().out
     assert "a copy moves 4.00 TB/s, seed 7" in shown and "50%" in shown and "2.00 x" in shown
-    assert f"{GOALS[spec.name]:.0%}" in shown and "0.25" in shown
+    assert f"{GOALS[spec.name]:.0%}" in shown and "0.25" in shown and " 30 " in shown
