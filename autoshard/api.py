@@ -15,7 +15,7 @@ from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target
 from autoshard.cluster.load import catalog_names
 from autoshard.errors import UsageError
 from autoshard.interop.hf_weights import fill_buffers
-from autoshard.options import PassOptions, PlanOptions, options_from, split_options
+from autoshard.options import PassOptions, PlanOptions, check_codegen, options_from, split_options
 from autoshard.planner import length_plans as planner_lengths
 from autoshard.planner import length_range as planner_range
 from autoshard.planner.compiling import compile_analysed, ranks_of, request_of
@@ -198,6 +198,7 @@ def load(
     mesh: DeviceMesh | None = None,
     seed: int = 0,
     rules: Rules = None,
+    codegen: str = "",
 ) -> M:
     """Make ``model`` run a stored program, on every rank: no capture, no search. Calls of another kind are
     planned as of a model that `parallelize` gave.
@@ -205,7 +206,7 @@ def load(
     A folder may have programs for several numbers of ranks (``autoshard compile --also 24``): that of this
     world is taken. The process group is made from the environment (torchrun) if there is none yet. A program
     only calls ops that are known: one with ops of the user's own needs their ``rules`` again, and raises
-    VerificationError without them.
+    VerificationError without them. codegen: instead of the program's (`autoshard.PassOptions`).
     """
     from autoshard.planner.model_compiler import ModelCompiler
     from autoshard.runtime.compile_once import CompilingRanks
@@ -214,13 +215,14 @@ def load(
 
     fill_buffers(model)
     program = load_program(folder_for(folder, mesh.size() if mesh else world_size()), rules=rules)
+    program = replace(program, codegen=check_codegen(codegen) or program.codegen)
     devices = device_mesh_for(program.whole_mesh, mesh)
     plan = plan_from_json(program.plan)
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
     where = whole_mesh(Mesh.parse(plan.mesh), plan)
     options = PlanOptions(precision=plan.precision, tile_rows=plan.tile_rows or None)
-    compiler = ModelCompiler(where, known, options, PassOptions(), rules, ranks)
+    compiler = ModelCompiler(where, known, options, PassOptions(codegen=program.codegen), rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))
     return cast(M, bind(program, model, devices, seed=seed, captured=captured))
 

@@ -17,6 +17,8 @@ T = TypeVar("T")
 Differentiate = Literal["auto", "all"]
 #: types that a model may compute in, "" for its own
 PRECISIONS = ("", "bf16", "fp16")
+#: how ops of a program are run, "" for inductor on GPUs and interpreter elsewhere
+CODEGENS = ("", "interpreter", "inductor")
 
 
 def option(default: Any, help: str, **cli: Any) -> Any:
@@ -117,7 +119,23 @@ class PassOptions:
     ring: bool = option(
         True, "products beside a gather or a reduce-scatter in chunks round the ranks, where that is faster"
     )
+    codegen: str = option(
+        "",
+        "inductor: what stands between collectives is compiled; interpreter: every op is called "
+        "[default: inductor on GPUs]",
+        metavar="inductor|interpreter",
+    )
     offload: str = option("", "instead of the plan's", hidden=True)
+
+    def __post_init__(self) -> None:
+        check_codegen(self.codegen)
+
+
+def check_codegen(name: str) -> str:
+    """The name. Raises UsageError unless it is one of `CODEGENS`."""
+    if name not in CODEGENS:
+        raise UsageError(f"codegen is {name!r}", hint="inductor or interpreter")
+    return name
 
 
 def options_from(kind: type[T], values: Mapping[str, Any], base: T | None = None) -> T:

@@ -25,8 +25,9 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple
     No key/value cache; attention kernels that only run on GPUs replaced by torch's; experts as products that
     need no sort over the tokens (implementations that the user registered stay); no search for packed
     sequences, and no mask where none is given, where eager mode makes none (without values a model cannot see
-    that, and would build a mask for every pair of tokens). Does nothing if transformers was never imported, or the model
-    is not one of its models. Gives the (config, attribute) pairs that it decides, whatever they were.
+    that, and would build a mask for every pair of tokens). Does nothing if transformers was never imported,
+    or the model is not one of its models. Gives the (config, attribute) pairs that it decides, whatever they
+    were.
     """
     configs = _configs(model) if "transformers" in sys.modules else []
     with ExitStack() as stack:
@@ -45,7 +46,7 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple
         if configs and not packs and hasattr(masking, "find_packed_sequence_indices"):
             stack.enter_context(replaced(masking, "find_packed_sequence_indices", _not_packed))
         # before 5.19 a causal mask is written out in every trace, also where no mask was given
-        if configs and hasattr(masking, "is_tracing"):
+        if configs and masking is not None and hasattr(masking, "is_tracing"):
             stack.enter_context(replaced(masking, "is_tracing", partial(_traced_mask, masking.is_tracing)))
         yield [(config, name) for config in configs for name in _DECIDED]
 

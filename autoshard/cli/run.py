@@ -39,6 +39,11 @@ PeakOption = Annotated[
     typer.Option("--cluster", metavar="NAME|FILE", help="whose peak the mfu of --log is a share of"),
 ]
 
+CodegenOption = Annotated[
+    str,
+    typer.Option("--codegen", metavar="inductor|interpreter", help="instead of the program's"),
+]
+
 
 def run_command(
     folder: opt.FolderArgument,
@@ -49,6 +54,7 @@ def run_command(
     clip: ClipOption = 1.0,
     log: LogOption = None,
     cluster: PeakOption = None,
+    codegen: CodegenOption = "",
     target: opt.OtherTarget = None,
     rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
@@ -79,7 +85,7 @@ def run_command(
             built = model_of(program, folder, target, seed)
             example = whole_batch(program, split_inputs(built.inputs))
             feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
-            model = api.load(folder, built.model, seed=seed, rules=custom_rules)
+            model = api.load(folder, built.model, seed=seed, rules=custom_rules, codegen=codegen)
             rank_bytes, model_bytes = parameter_bytes(model)
             pieces = f", {program.microbatches} microbatches a step" if program.microbatches > 1 else ""
             say(f"training on {source}{pieces}")

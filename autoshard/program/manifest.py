@@ -57,6 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sums: _Texts
     alone: _Texts
     offload: Text = ""
+    codegen: Literal["", "interpreter", "inductor"] = ""
     signature: StoredSignature
     original_results: _Texts
     files: Annotated[dict[Text, Text], Meta(max_length=MAX_ENTRIES)]

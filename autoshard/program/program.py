@@ -99,6 +99,7 @@ class Program:
     name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
     for a program whose folder does not say.
     offload: what lives in host memory. state: of the model when it was captured.
+    codegen: how its ops are run, see `options.CODEGENS`.
     """
 
     mesh: str
@@ -120,6 +121,7 @@ class Program:
     sums: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     state: StoredState = StoredState()
+    codegen: str = ""
 
     @cached_property
     def precision(self) -> MixedPrecision:

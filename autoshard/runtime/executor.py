@@ -24,7 +24,8 @@ from autoshard.runtime.debugging.op_places import OpPlaces
 from autoshard.runtime.debugging.ranges import Ranges
 from autoshard.runtime.host import host_for, landed
 from autoshard.runtime.pending import Issue, all_arrived, arrived
-from autoshard.runtime.prepared_steps import PreparedCall, PreparedItem, PreparedSegment, function_of
+from autoshard.runtime.prepared_call import PreparedCall
+from autoshard.runtime.prepared_steps import PreparedItem, PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport.transport import Transport
 from autoshard.torch_adapters.profiler import is_profiling
@@ -75,6 +76,7 @@ class RankProgram:
         self.mesh = Mesh.parse(program.mesh)
         self.view = RankView(self.mesh.names, self.mesh.sizes, self.mesh.coords(rank))
         self.device = device
+        self.compiles = (program.codegen or ("inductor" if device.type == "cuda" else "")) == "inductor"
         self.watch = watch
         self.collectives = GroupCollectives(transports, collectives_of(program), watch)
         self.host = host_for(device)
@@ -82,7 +84,7 @@ class RankProgram:
         parts = [p for p in lowered.parts if p.stage in stages]
         called = {i.segment for p in parts for i in lowered.of(p) if isinstance(i, Call)}
         self.segments = {
-            name: PreparedSegment(s.graph, self.view, partial(self._bound, name), device)
+            name: PreparedSegment(s.graph, self.view, partial(self._bound, name), device, self.compiles)
             for name, s in lowered.segments.items()
             if name in called
         }
@@ -132,7 +134,7 @@ class RankProgram:
         assert isinstance(item, Node)
         uses = uses_of(item)
         slots = {n: k for k, n in enumerate([*uses, *item.outs])}
-        fn = function_of(item, self.view, partial(self._bound, ""), self.device)
+        fn = function_of(item, self.view, partial(self._bound, ""), self.device, self.compiles)
         step = PreparedCall(item, self.view, slots, fn)
         return PreparedItem(item, uses, step, dead, counted)
 

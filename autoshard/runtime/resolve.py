@@ -64,10 +64,15 @@ class RankView:
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    """The torch operator ``namespace.name.overload``; VerificationError if this torch lacks it."""
+    """What calls the torch operator ``namespace.name.overload``; VerificationError if this torch lacks it."""
+    return _dense(torch_op(name)) if name in DENSE else torch_op(name)
+
+
+def torch_op(name: str) -> Any:
+    """The operator itself."""
     namespace, op, overload = name.split(".")
     try:
-        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), op), overload)
+        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
     except AttributeError as error:
         raise VerificationError(
             f"the program calls {name}, which this installation does not have",
@@ -75,7 +80,6 @@ def find_op(name: str) -> Callable[..., Any]:
             hint="import the library that defines it (transformers, for instance), or use the torch version "
             "the program was compiled with",
         ) from None
-    return _dense(found) if name in DENSE else found
 
 
 def _dense(op: Callable[..., Any]) -> Callable[..., Any]:

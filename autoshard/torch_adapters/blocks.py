@@ -118,7 +118,7 @@ def _blocks(
 
 def _cut(index: torch.Tensor, placed: Any, ways: int, place: int) -> torch.Tensor:
     """The elements of a rank, in the order in which it has them."""
-    outer = placed.split_factor if isinstance(placed, _StridedShard) else 1
+    outer = int(placed.split_factor) if isinstance(placed, _StridedShard) else 1
     return torch.cat([_chunk(_chunk(index, outer, k), ways, place) for k in range(outer)])
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from autoshard.ir.units import bytes_text
 from autoshard.runtime.debugging.op_places import OpPlace, OpPlaces
-from autoshard.runtime.prepared_steps import SEGMENT, PreparedItem
+from autoshard.runtime.prepared_steps import PreparedItem
+from autoshard.runtime.straight_line import SEGMENT
 
 #: the rest is one more row
 _ROWS = 8

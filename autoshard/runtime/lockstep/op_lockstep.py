@@ -21,7 +21,8 @@ from autoshard.rules.quantized_gather import NORMS
 from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.lockstep.in_process import Together, groups_of
 from autoshard.runtime.lockstep.rounding import Rounding, exact_message, of_message, of_norm
-from autoshard.runtime.prepared_steps import Env, PreparedCall, PreparedSegment, function_of
+from autoshard.runtime.prepared_call import Env, PreparedCall
+from autoshard.runtime.prepared_steps import PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.shard_utils import shard_tensor
 

@@ -1,0 +1,62 @@
+"""A segment whose runs are machine code, compiled at its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime.compiled_runs import Run, parts_of
+from autoshard.runtime.pending import arrived
+from autoshard.runtime.prepared_call import Env, PreparedCall
+from autoshard.runtime.straight_line import SegmentCode, Source
+
+
+class CompiledSegment:
+    """Calls the code for arguments that lie in memory as those given; compiles it where there is none.
+
+    Layers that run the same segment share its code: more layers take no longer to compile.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[PreparedCall],
+        inputs: int,
+        size: int,
+        outputs: Sequence[int],
+        late: Collection[int],
+    ) -> None:
+        """inputs: how many slots are arguments. size: of all slots. late: those that messages fill."""
+        self.parts = parts_of(steps, outputs, late)
+        self.inputs, self.size, self.outputs, self.late = inputs, size, outputs, late
+        #: strides of the arguments -> code
+        self.codes: dict[tuple[Any, ...], SegmentCode] = {}
+
+    def __call__(self, args: list[Any], site: int) -> tuple[Any, ...]:
+        strides = tuple([x.stride() if isinstance(x, torch.Tensor) else None for x in args])
+        code = self.codes.get(strides)
+        return self._first(strides, args, site) if code is None else code(args, site)
+
+    def _first(self, strides: tuple[Any, ...], args: list[Any], site: int) -> tuple[Any, ...]:
+        """Run it part by part, each compiled before."""
+        source = Source(self.inputs)
+        env: Env = [*args, *([None] * (self.size - self.inputs))]
+        args.clear()
+        for part in self.parts:
+            for slot in part.takes if isinstance(part, Run) else part.uses:
+                if slot in self.late:
+                    env[slot] = arrived(env[slot])
+            if isinstance(part, Run):
+                code, outs = part.compiled([env[slot] for slot in part.takes])
+                source.add_run(part, code)
+                for slot in part.dead:
+                    env[slot] = None
+                for slot, out in zip(part.gives, outs, strict=True):
+                    env[slot] = out
+                del outs
+            else:
+                source.add(part)
+                part.run(env, site)
+        self.codes[strides] = source.function(self.outputs)
+        return tuple(env[slot] for slot in self.outputs)

@@ -1,0 +1,61 @@
+"""Inductor, torch's compiler of FX graphs, for a function of ops that makes no use of Python state.
+
+Leans on ``compile_fx_inner``, which takes a list that it empties (so that each argument lives until its last
+use) and adds no wrappers per call, on what torch's ``compile_fx`` does to a graph before that, and on the
+functionalization of ``torch.func``. Tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+#: takes a list of tensors, which is empty afterwards
+Compiled: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+#: of an output: shape, strides, and the first of the inputs and outputs before it that has its memory
+Form: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], int | None]"
+
+
+def compile_function(
+    function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]
+) -> tuple[Compiled, list[Form]]:
+    """(machine code of a function for inputs of these types, shapes and strides; the forms of its outputs).
+
+    Outputs have the strides that the function gives them. What Inductor raises is raised as it is.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    plain = torch.func.functionalize(function, remove="mutations")
+    with torch.no_grad():
+        traced = make_fx(plain, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+        fakes = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
+        (end,) = traced.graph.find_nodes(op="output")
+        outs = [n.meta["val"] for n in end.args[0]]
+        forms = forms_of(fakes, outs)
+        mode = (fakes or outs)[0].fake_mode
+        with V.set_fake_mode(mode):
+            joint_graph_passes(traced)
+            (end,) = traced.graph.find_nodes(op="output")
+            # outputs keep their strides: what comes after may take views of them
+            end.meta["user_visible_output_idxs"] = list(range(len(outs)))
+            traced.recompile()
+            call: Any = compile_fx_inner(traced, fakes, is_inference=True)
+    return call, forms
+
+
+def forms_of(inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[Form]:
+    """The forms of outputs."""
+    memory: dict[int, int] = {}
+    for number, x in enumerate(inputs):
+        memory.setdefault(x.untyped_storage()._cdata, number)
+    found: list[Form] = []
+    for number, x in enumerate(outs, len(inputs)):
+        first = memory.setdefault(x.untyped_storage()._cdata, number)
+        found.append((tuple(x.shape), tuple(x.stride()), first if first < number else None))
+    return found
