@@ -261,8 +261,12 @@ def _columns_wide(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _columns(part_ptr, out_ptr, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of [parts, width] over parts, for BLOCK columns."""
+def _columns(part_ptr, dw_ptr, db_ptr, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of [parts, width] over parts, for BLOCK columns: of the weight's, then of the bias's."""
+    out_ptr = dw_ptr
+    if tl.program_id(1) == 1:
+        out_ptr = db_ptr
+    part_ptr += tl.program_id(1).to(tl.int64) * parts * width
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -279,7 +283,7 @@ def _shape(width: int, widest: int) -> tuple[int, int, int]:
     block = min(next_power(width), widest)
     rows = max(1, _TILE // 2 // block) if block < width or block <= _TILE // 2 else 1
     rows = 1 if block < width else rows
-    return rows, block, max(4, min(32, block * rows // 512))
+    return rows, block, 8 if block == 8192 else max(4, min(32, block * rows // 512))
 
 
 def normed(
@@ -372,7 +376,7 @@ def _gradients(
         whole = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
         constants = {**flags, "ROWS": rows, "BLOCK": block}
         # more is held per row than forward: fewer elements a thread
-        warps = 2 * warps if block >= 2048 else warps
+        warps = block * rows // 256 if block >= 2048 else warps
         launches = [Launch(_backward, (parts,), whole, constants, warps, 4 * rows)]
     else:
         parts = max(1, min(2 * multiprocessors(x.device), count))
@@ -382,10 +386,10 @@ def _gradients(
         columns = (grad, x, mean, rstd, part, count, width, ceil_div(count, parts))
         grid = (ceil_div(width, 1024), parts)
         launches.append(Launch(_columns_wide, grid, columns, {"LAYER": layer, "BLOCK": 1024}, 4, 2))
-    for one, out in zip(part, sums, strict=True):
-        grid = (ceil_div(width, 64),)
-        constants = {"ROWS": 32, "BLOCK": 64}
-        launches.append(Launch(_columns, grid, (one, out, parts, width), constants, 4, 2))
+    grid = (ceil_div(width, 32), len(sums))
+    launches.append(
+        Launch(_columns, grid, (part, sums[0], sums[-1], parts, width), {"ROWS": 128, "BLOCK": 32}, 8, 2)
+    )
     return (dx, *sums), launches
 
 

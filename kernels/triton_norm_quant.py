@@ -112,7 +112,7 @@ def _prepared(
         "GROUP": group,
         "LIMIT": float(limit_of(BITS)),
     }
-    warps = max(4, min(16, groups * group // 512))
+    warps = max(4, min(16, groups * group // 1024))
     return (summed, wire[0], mean, rstd), [Launch(_forward, (rows,), args, constants, warps, narrow=4)]
 
 

@@ -55,6 +55,7 @@ from autoshard.torch_adapters.dtensor import (
 )
 from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.groups import default_store
+from autoshard.torch_adapters.modes import below_autograd
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -463,7 +464,7 @@ class Runner:
 
     def run(self, env: Values, key: PartKey) -> None:
         """One part, in the types that the program was compiled for."""
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False), below_autograd():
             self.rank_program.run(env, key)
 
     def watched(self, env: dict[str, Any], params: Sequence[torch.Tensor]) -> list[_Watched]:
