@@ -9,30 +9,54 @@ import triton.language as tl
 from autoshard.kernels.lang import to_out
 from autoshard.kernels.launch import Launch, Prepared, ceil_div, next_power
 
+#: logits of a piece of a row
+_LANES = 1024
+
+
+@triton.jit
+def _piece(logit_ptr, at, columns):  # type: ignore[no-untyped-def]
+    """BLOCK logits of a row, -inf behind its end."""
+    return tl.load(logit_ptr + at, mask=at < columns, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _counted(x, at, columns):  # type: ignore[no-untyped-def]
+    """What logits add to their sum."""
+    return tl.where(at < columns, x, 0.0)
+
 
 @triton.jit
 def _stats(  # type: ignore[no-untyped-def]
     logit_ptr, target_ptr, out_ptr, columns, stride, offset, BLOCK: tl.constexpr
 ):
-    """The four numbers of one row. The maximum is kept per row, the sums per lane: one exponential each."""
+    """The four numbers of one row. Each lane keeps a maximum and sums of its own, so that lanes wait for each
+    other only at the end; four pieces at a time, which makes five exponentials of four logits."""
     row = tl.program_id(0).to(tl.int64)
     logit_ptr += row * stride
-    top = -float("inf")
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, columns, BLOCK):
+    for start in range(0, columns, 4 * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        mask = at < columns
-        x = tl.load(logit_ptr + at, mask=mask, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, 0))
-        # rows of which nothing is finite so far have no place to measure from
+        a = _piece(logit_ptr, at, columns)
+        b = _piece(logit_ptr, at + BLOCK, columns)
+        c = _piece(logit_ptr, at + 2 * BLOCK, columns)
+        d = _piece(logit_ptr, at + 3 * BLOCK, columns)
+        higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+        # lanes of which nothing is finite so far have no place to measure from
         base = tl.where(higher == -float("inf"), 0.0, higher)
-        sums = sums * tl.exp(top - base) + tl.exp(x - base)
-        total += tl.where(mask, x, 0.0)
+        sums = sums * tl.exp(top - base) + (
+            (tl.exp(a - base) + tl.exp(b - base)) + (tl.exp(c - base) + tl.exp(d - base))
+        )
+        total += (_counted(a, at, columns) + _counted(b, at + BLOCK, columns)) + (
+            _counted(c, at + 2 * BLOCK, columns) + _counted(d, at + 3 * BLOCK, columns)
+        )
         top = higher
-    lse = tl.where(top == -float("inf"), 0.0, top) + tl.log(tl.sum(sums, 0))
+    most = tl.max(top, 0)
+    base = tl.where(most == -float("inf"), 0.0, most)
+    lse = base + tl.log(tl.sum(sums * tl.exp(top - base), 0))
     # inf - inf is no number, but the sum is infinite
-    lse = tl.where(top == float("inf"), float("inf"), lse)
+    lse = tl.where(most == float("inf"), float("inf"), lse)
     local = tl.load(target_ptr + row) - offset
     inside = (local >= 0) & (local < columns)
     picked = tl.load(logit_ptr + tl.where(inside, local, 0), mask=inside, other=0.0).to(tl.float32)
@@ -115,9 +139,9 @@ def xent_stats(logits: torch.Tensor, target: torch.Tensor, offset: int) -> Prepa
     logits = _rows(logits)
     n, v = logits.shape
     out = logits.new_empty((n, 4), dtype=torch.float32)
-    block, warps = _block(v)
+    block = min(_LANES, max(128, next_power(ceil_div(v, 4))))
     args = (logits, target.contiguous(), out, v, logits.stride(0), offset)
-    return out, (Launch(_stats, (n,), args, {"BLOCK": block}, warps, narrow=6),)
+    return out, (Launch(_stats, (n,), args, {"BLOCK": block}, narrow=6),)
 
 
 def xent_merge(stacked: torch.Tensor) -> Prepared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +32,8 @@ from autoshard.torch_adapters.profiler import is_profiling
 
 #: (stage, phase, slice)
 PartKey: TypeAlias = "tuple[int, Phase, int]"
+#: phases behind the loss
+BEHIND: frozenset[Phase] = frozenset(("backward", "weight"))
 
 
 class Values(dict[str, Any]):
@@ -154,11 +156,16 @@ class RankProgram:
     def kept_ports(self) -> tuple[Port, ...]:
         """Parameters and inputs that the backward half reads as they were given."""
         lowered = self.program.lowered
-        used = {
-            v for p in lowered.parts if p.phase in ("backward", "weight") for v in ends_of(lowered, p).uses
-        }
+        used = {v for p in lowered.parts if p.phase in BEHIND for v in ends_of(lowered, p).uses}
         ports = self.program.signature.ports
         return tuple(p for p in ports if p.name in used and p.kind in ("param", "input"))
+
+    @cached_property
+    def returned_only(self) -> frozenset[str]:
+        """Outputs that backward does not read: once the user has them, nothing here need hold them."""
+        lowered, results = self.program.lowered, self.program.signature.results
+        read = {v for p in lowered.parts if p.phase in BEHIND for v in ends_of(lowered, p).uses}
+        return frozenset(r.value for r in results if r.kind == "output") - read
 
     def run(self, env: Values, key: PartKey) -> None:
         """Run one part on the rank's values, dropping what is dead and adding what is made."""

@@ -79,6 +79,8 @@ class _Run(torch.autograd.Function):
         if module.training:
             runner.clock.calls += 1
         outs = runner.outputs(env, rows)
+        for value in runner.rank_program.returned_only:
+            env.pop(value, None)
         positions = runner.output_positions
         plain = [o for o, k in zip(outs, positions, strict=True) if k not in runner.with_gradient]
         ctx.mark_non_differentiable(*plain)

@@ -25,8 +25,8 @@ def autocast_state(device: str) -> tuple[bool, torch.dtype | None]:
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Inside, ops record no gradients and do not go through autograd's layer, a seventh of the host's time of a
-    sharded step of small layers."""
+    """Inside, ops record no gradients and skip autograd's layer: a seventh of the host's time of a sharded
+    step of small layers."""
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
     return guard
 

@@ -1,0 +1,158 @@
+"""``python -m benchmarks.gpu``: everything that one GPU can tell, written to ``docs/benchmarks/gpu.md``.
+
+The program of one rank beside eager mode and torch.compile, and beside what the simulation says of it: with a
+process group of ranks that do not exist, whose messages are copies on this device. Then the kernels. On a
+machine without a GPU, ``--small`` runs the same code at small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from autoshard.cluster import Cluster, load_cluster
+from autoshard.kernels.launch import has_triton
+from autoshard.runtime.profile.device import measure_device
+from benchmarks.gpu_ranks import RANK_CASES, SMALL_RANK_CASES, rank_row
+from benchmarks.gpu_steps import SMALL, STEPS, step_rows
+from benchmarks.kernels_measure import Stopwatch
+from benchmarks.kernels_rows import GOALS, Row, rows
+
+OUT = Path("docs/benchmarks/gpu.md")
+SECTIONS = ("steps", "ranks", "kernels")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--small", action="store_true", help="small sizes, on whatever device there is")
+    parser.add_argument("-o", "--out", type=Path, default=OUT, metavar="FILE")
+    told = parser.parse_args()
+    if unknown := set(told.names) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if not torch.cuda.is_available() and not told.small:
+        print("no GPU here; --small runs the same on the CPU", file=sys.stderr)
+        return 1
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    lines = list(_head(device))
+    for name in told.names or SECTIONS:
+        for line in globals()[f"_{name}"](device, told.small):
+            print(line, flush=True)
+            lines.append(line)
+    told.out.parent.mkdir(parents=True, exist_ok=True)
+    told.out.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+def _head(device: torch.device) -> Iterator[str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "a CPU"
+    yield "# One GPU"
+    yield ""
+    yield f"`make gpu` on {name}, torch {torch.__version__}, {datetime.now(UTC).date()}. One run, medians."
+
+
+def _steps(device: torch.device, small: bool) -> Iterator[str]:
+    yield ""
+    yield "## A step beside eager mode and torch.compile"
+    yield ""
+    yield "One GPU, bf16, forward, backward and fused AdamW; all make the same steps. `kernels`: with the kernels"
+    yield "around norms (`kernels=True`)."
+    for case in (SMALL,) if small else STEPS:
+        yield ""
+        yield f"{case.text}:"
+        yield ""
+        yield from table(
+            ("", "step", "of torch.compile", "peak", "first step", "loss"), step_rows(case, device)
+        )
+
+
+def _ranks(device: torch.device, small: bool) -> Iterator[str]:
+    yield ""
+    yield "## One rank's program beside its simulation"
+    yield ""
+    yield "Rank 0 of a mesh whose other ranks do not exist: messages copy on this device. Times are those of"
+    yield "whole segments, the copies within them included. The device of the cluster is the one measured here"
+    yield "(`autoshard profile`). Op by op (`codegen=interpreter`), which is what the simulation counts; the last"
+    yield "column is compiled."
+    yield ""
+    cluster = _measured(device)
+    found = [rank_row(case, cluster, device) for case in (SMALL_RANK_CASES if small else RANK_CASES)]
+    yield from table(
+        ("program", "computing", "simulated", "off", "peak", "simulated", "off", "compiled"),
+        [row.cells for row in found],
+    )
+    yield ""
+    yield "By part of the program:"
+    yield ""
+    yield from table(
+        ("program", "part", "calls", "measured", "simulated"), [c for r in found for c in r.parts]
+    )
+
+
+def _measured(device: torch.device) -> Cluster:
+    """A node of H100 with this device in place of its own."""
+    found = measure_device(device, 1, 3, lambda text: None)
+    node = load_cluster("h100-dgx")
+    return replace(node, device=replace(found.device, overlap=node.device.overlap))
+
+
+def _kernels(device: torch.device, small: bool) -> Iterator[str]:
+    yield ""
+    yield "## Kernels"
+    yield ""
+    watch = Stopwatch.on(device) if device.type == "cuda" and has_triton() else None
+    copied = watch.copy_bandwidth() if watch is not None else None
+    rate = "not measured" if copied is None else f"{copied / 1e12:.2f} TB/s"
+    yield f"bf16; a copy moves {rate}, read and written. `of a copy`: bytes of the planner's cost function"
+    yield "over the time, over that. `issue`: of the host, per call. The others: their time over ours."
+    yield ""
+    head = (
+        "kernel",
+        "largest tensor",
+        "MB",
+        "us",
+        "issue us",
+        "of a copy",
+        "goal",
+        "eager",
+        "compile",
+        "Liger",
+    )
+    yield from table(head, [_kernel(row, copied) for row in rows(watch, (), compiled=False)])
+
+
+def _kernel(row: Row, copied: float | None) -> tuple[str, ...]:
+    others = dict(row.others)
+    done = row.seconds is not None and copied is not None
+    return (
+        row.name,
+        row.sizes,
+        f"{row.cost.moved / 1e6:.0f}",
+        row.failure or (f"{row.seconds * 1e6:.0f}" if row.seconds else "not measured"),
+        f"{row.issue * 1e6:.0f}" if row.issue else "-",
+        f"{row.cost.moved / row.seconds / copied:.0%}" if done else "-",  # type: ignore[operator]
+        f"{GOALS[row.name]:.0%}" if row.name in GOALS else "-",
+        *(
+            f"{other / row.seconds:.2f} x" if isinstance(other, float) and row.seconds else "-"
+            for other in (others.get(name) for name in ("eager", "compile", "liger"))
+        ),
+    )
+
+
+def table(head: Sequence[str], cells: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table in Markdown."""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{' --- |' * len(head)}"
+    for row in cells:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
