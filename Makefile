@@ -8,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all quick lint style docs bench bench-gpu fuzz sweep clean
+.PHONY: help demo test test-all quick lint style docs bench bench-gpu gpu fuzz sweep clean
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
@@ -68,6 +68,9 @@ bench: $(STAMP) ## run the benchmarks
 
 bench-gpu: $(STAMP) ## check and time the kernels on this machine's GPU
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
+
+gpu: $(STAMP) ## all that one GPU can tell, written to docs/benchmarks/gpu.md (BENCH_ARGS="--small" without one)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
 
 fuzz: $(STAMP) ## run 2,000 random graphs, modules and training scripts (FUZZ_ARGS="--kind K --cases N --seconds N --first N")
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_ARGS)

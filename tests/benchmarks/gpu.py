@@ -23,8 +23,26 @@ from autoshard.runtime.profile.device import measure_device
 from benchmarks.gpu_ranks import RANK_CASES, SMALL_RANK_CASES, rank_row
 from benchmarks.gpu_steps import SMALL, STEPS, step_rows
 from benchmarks.kernels_measure import Stopwatch
+from benchmarks.kernels_peers import loss_rows
 from benchmarks.kernels_rows import GOALS, Row, rows
 
+STEPS_TEXT = """
+## A step beside eager mode and torch.compile
+
+One GPU, bf16, forward, backward and fused AdamW; all make the same steps. `kernels`: with the kernels around
+norms (`kernels=True`)."""
+RANKS_TEXT = """
+## One rank's program beside its simulation
+
+Rank 0 of a mesh whose other ranks do not exist: messages copy on this device. Times are those of whole
+segments, the copies within them included. The device of the cluster is the one measured here (`autoshard
+profile`). Op by op (`codegen="interpreter"`), which is what the simulation counts; the last column is
+compiled."""
+KERNELS_TEXT = """
+## Kernels
+
+bf16. `of a copy`: bytes of the planner's cost function over the time, as a part of what a copy moves.
+`issue`: microseconds of the host per call. Eager, Liger: their time over ours."""
 OUT = Path("docs/benchmarks/gpu.md")
 SECTIONS = ("steps", "ranks", "kernels")
 
@@ -59,28 +77,17 @@ def _head(device: torch.device) -> Iterator[str]:
 
 
 def _steps(device: torch.device, small: bool) -> Iterator[str]:
-    yield ""
-    yield "## A step beside eager mode and torch.compile"
-    yield ""
-    yield "One GPU, bf16, forward, backward and fused AdamW; all make the same steps. `kernels`: with the kernels"
-    yield "around norms (`kernels=True`)."
+    yield from STEPS_TEXT.splitlines()
     for case in (SMALL,) if small else STEPS:
         yield ""
         yield f"{case.text}:"
         yield ""
-        yield from table(
-            ("", "step", "of torch.compile", "peak", "first step", "loss"), step_rows(case, device)
-        )
+        head = ("", "step", "of torch.compile", "peak", "first step", "loss")
+        yield from table(head, step_rows(case, device))
 
 
 def _ranks(device: torch.device, small: bool) -> Iterator[str]:
-    yield ""
-    yield "## One rank's program beside its simulation"
-    yield ""
-    yield "Rank 0 of a mesh whose other ranks do not exist: messages copy on this device. Times are those of"
-    yield "whole segments, the copies within them included. The device of the cluster is the one measured here"
-    yield "(`autoshard profile`). Op by op (`codegen=interpreter`), which is what the simulation counts; the last"
-    yield "column is compiled."
+    yield from RANKS_TEXT.splitlines()
     yield ""
     cluster = _measured(device)
     found = [rank_row(case, cluster, device) for case in (SMALL_RANK_CASES if small else RANK_CASES)]
@@ -91,9 +98,8 @@ def _ranks(device: torch.device, small: bool) -> Iterator[str]:
     yield ""
     yield "By part of the program:"
     yield ""
-    yield from table(
-        ("program", "part", "calls", "measured", "simulated"), [c for r in found for c in r.parts]
-    )
+    head = ("program", "part", "calls", "measured", "simulated")
+    yield from table(head, [cells for row in found for cells in row.parts])
 
 
 def _measured(device: torch.device) -> Cluster:
@@ -104,28 +110,17 @@ def _measured(device: torch.device) -> Cluster:
 
 
 def _kernels(device: torch.device, small: bool) -> Iterator[str]:
-    yield ""
-    yield "## Kernels"
-    yield ""
     watch = Stopwatch.on(device) if device.type == "cuda" and has_triton() else None
     copied = watch.copy_bandwidth() if watch is not None else None
-    rate = "not measured" if copied is None else f"{copied / 1e12:.2f} TB/s"
-    yield f"bf16; a copy moves {rate}, read and written. `of a copy`: bytes of the planner's cost function"
-    yield "over the time, over that. `issue`: of the host, per call. The others: their time over ours."
+    yield from KERNELS_TEXT.splitlines()
     yield ""
-    head = (
-        "kernel",
-        "largest tensor",
-        "MB",
-        "us",
-        "issue us",
-        "of a copy",
-        "goal",
-        "eager",
-        "compile",
-        "Liger",
-    )
+    yield f"A copy moves {'?' if copied is None else f'{copied / 1e12:.2f}'} TB/s, read and written."
+    yield ""
+    head = ("kernel", "largest tensor", "MB", "us", "issue", "of a copy", "goal", "eager", "Liger")
     yield from table(head, [_kernel(row, copied) for row in rows(watch, (), compiled=False)])
+    if watch is not None:
+        yield ""
+        yield from table(("loss and its gradient", "8,192 x 131,072, bf16"), loss_rows(watch))
 
 
 def _kernel(row: Row, copied: float | None) -> tuple[str, ...]:
@@ -141,7 +136,7 @@ def _kernel(row: Row, copied: float | None) -> tuple[str, ...]:
         f"{GOALS[row.name]:.0%}" if row.name in GOALS else "-",
         *(
             f"{other / row.seconds:.2f} x" if isinstance(other, float) and row.seconds else "-"
-            for other in (others.get(name) for name in ("eager", "compile", "liger"))
+            for other in (others.get(name) for name in ("eager", "liger"))
         ),
     )
 

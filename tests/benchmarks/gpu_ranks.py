@@ -54,7 +54,7 @@ class RankRow:
     """cells: of the table of programs. parts: rows of the table of parts."""
 
     cells: tuple[str, ...]
-    parts: list[tuple[str, ...]]
+    parts: Sequence[tuple[str, ...]]
 
 
 @dataclass

@@ -39,8 +39,8 @@ class StepCase:
     @property
     def text(self) -> str:
         return (
-            f"Llama of {self.layers} layers, hidden {self.hidden}, {self.heads} heads, {self.kv_heads} of keys,"
-            f" vocabulary {self.words:,}, batch {self.batch} x {self.length:,}"
+            f"Llama of {self.layers} layers, hidden {self.hidden}, {self.heads} heads, {self.kv_heads} of "
+            f"keys, vocabulary {self.words:,}, batch {self.batch} x {self.length:,}"
         )
 
     def model(self, device: torch.device) -> nn.Module:
