@@ -1,4 +1,4 @@
-"""A segment whose runs are machine code, compiled at its first call."""
+"""A segment whose subgraphs are machine code, compiled at its first call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.compiled_runs import Run, parts_of
+from autoshard.runtime.compiled_subgraphs import Subgraph, parts_of
 from autoshard.runtime.pending import arrived
 from autoshard.runtime.prepared_call import Env, PreparedCall
-from autoshard.runtime.straight_line import SegmentCode, Source
+from autoshard.runtime.straight_line import FunctionText, SegmentCode
 
 
 class CompiledSegment:
@@ -39,17 +39,17 @@ class CompiledSegment:
         return self._first(strides, args, site) if code is None else code(args, site)
 
     def _first(self, strides: tuple[Any, ...], args: list[Any], site: int) -> tuple[Any, ...]:
-        """Run it part by part, each compiled before."""
-        source = Source(self.inputs)
+        """Subgraph it part by part, each compiled before."""
+        source = FunctionText(self.inputs)
         env: Env = [*args, *([None] * (self.size - self.inputs))]
         args.clear()
         for part in self.parts:
-            for slot in part.takes if isinstance(part, Run) else part.uses:
+            for slot in part.takes if isinstance(part, Subgraph) else part.uses:
                 if slot in self.late:
                     env[slot] = arrived(env[slot])
-            if isinstance(part, Run):
+            if isinstance(part, Subgraph):
                 code, outs = part.compiled([env[slot] for slot in part.takes])
-                source.add_run(part, code)
+                source.add_subgraph(part, code)
                 for slot in part.dead:
                     env[slot] = None
                 for slot, out in zip(part.gives, outs, strict=True):

@@ -169,7 +169,7 @@ class RankProgram:
 
     def run(self, env: Values, key: PartKey) -> None:
         """Run one part on the rank's values, dropping what is dead and adding what is made."""
-        look = env.nans or (Ranges(self.places) if is_profiling() else None)
+        look = env.nans or (Ranges(self.places, self.compiles) if is_profiling() else None)
         for item in self.parts.get(key, ()):
             args = all_arrived([env[a] for a in item.args]) if look is None else look.arrived(env, item.args)
             if self.watch is not None:

@@ -18,7 +18,7 @@ from autoshard.runtime.pending import Issue
 from autoshard.runtime.prepared_call import Env, PreparedCall
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 from autoshard.runtime.row_tiles import run_in_tiles
-from autoshard.runtime.straight_line import SegmentCode, Source
+from autoshard.runtime.straight_line import FunctionText, SegmentCode
 
 
 class PreparedSegment:
@@ -65,7 +65,7 @@ class PreparedSegment:
         """All steps as one function, written at the first call."""
         if self.compiles:
             return CompiledSegment(self.steps, self.inputs, self.size, self.outputs, self.late)
-        source = Source(self.inputs)
+        source = FunctionText(self.inputs)
         for step in self.steps:
             source.add(step)
         return source.function(self.outputs)

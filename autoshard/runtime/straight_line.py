@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.compiled_runs import Run
+from autoshard.runtime.compiled_subgraphs import Subgraph
 from autoshard.runtime.pending import Issue
 from autoshard.runtime.prepared_call import Literal, PreparedCall, only
+from autoshard.torch_adapters.inductor import Compiled
 
 #: the file name of a segment's function in tracebacks
 SEGMENT = "<segment>"
@@ -17,7 +18,7 @@ SEGMENT = "<segment>"
 SegmentCode = Callable[[list[Any], int], tuple[Any, ...]]
 
 
-class Source:
+class FunctionText:
     """The text of a function of (args, site). Only numbers are written out: other things are names in it."""
 
     def __init__(self, inputs: int) -> None:
@@ -57,14 +58,14 @@ class Source:
         if step.frees:
             self.lines.append(f"{''.join(f'v{slot} = ' for slot in step.frees)}None")
 
-    def add_run(self, run: Run, code: Callable[[list[Any]], Any]) -> None:
-        """Call what a run was compiled to, which holds what nothing else needs until its last use."""
-        for slot in run.takes:
+    def add_subgraph(self, part: Subgraph, code: Compiled) -> None:
+        """Call what a subgraph was compiled to, which holds what nothing else needs until its last use."""
+        for slot in part.takes:
             self.need(slot)
-        self.lines.append(f"xs = [{', '.join(f'v{slot}' for slot in run.takes)}]")
-        if run.dead:
-            self.lines.append(f"{''.join(f'v{slot} = ' for slot in run.dead)}None")
-        self.unpack(run.gives, f"{self.name(code)}(xs)")
+        self.lines.append(f"xs = [{', '.join(f'v{slot}' for slot in part.takes)}]")
+        if part.dead:
+            self.lines.append(f"{''.join(f'v{slot} = ' for slot in part.dead)}None")
+        self.unpack(part.gives, f"{self.name(code)}(xs)")
 
     def _arguments(self, step: PreparedCall) -> list[str]:
         texts = dict.fromkeys(range(len(step.template)), "")

@@ -1,17 +1,21 @@
 """Inductor, torch's compiler of FX graphs, for a function of ops that makes no use of Python state.
 
 Leans on ``compile_fx_inner``, which takes a list that it empties (so that each argument lives until its last
-use) and adds no wrappers per call, on what torch's ``compile_fx`` does to a graph before that, and on the
-functionalization of ``torch.func``. Tried on torch 2.11 and 2.13.
+use) and adds no wrappers per call, on what torch's ``compile_fx`` does to a graph before that, on where
+Inductor keeps its cache, and on the functionalization of ``torch.func``. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._filelock import FileLock
 
 #: takes a list of tensors, which is empty afterwards
 Compiled: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -45,8 +49,23 @@ def compile_function(
             # outputs keep their strides: what comes after may take views of them
             end.meta["user_visible_output_idxs"] = list(range(len(outs)))
             traced.recompile()
-            call: Any = compile_fx_inner(traced, fakes, is_inference=True)
+            with _alone(traced, fakes):
+                call: Any = compile_fx_inner(traced, fakes, is_inference=True)
     return call, forms
+
+
+@contextmanager
+def _alone(traced: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Of the processes of a machine that compile the same graph at the same time, one goes first; the others
+    find what it made in Inductor's cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    forms = [(str(x.dtype), tuple(x.shape), x.stride(), str(x.device)) for x in inputs]
+    key = hashlib.sha256(f"{traced.graph} {forms}".encode()).hexdigest()
+    folder = Path(cache_dir()) / "autoshard-locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(folder / key)):
+        yield
 
 
 def forms_of(inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[Form]:

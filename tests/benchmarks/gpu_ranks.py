@@ -46,7 +46,7 @@ RANK_CASES = (
     RankCase(replace(_LLAMA, batch=4), "fsdp=2,tp=4"),
     RankCase(replace(_LLAMA, hidden=8192, heads=64, inner=28672, batch=2, layers=2), "tp=8"),
 )
-SMALL_RANK_CASES = (RankCase(StepCase(2, 64, 4, 2, 128, 128, 8, 32, torch.float32), "fsdp=2,tp=2"),)
+SMALL_RANK_CASES = (RankCase(StepCase(2, 64, 4, 2, 128, 128, 8, 32, torch.float32), "fsdp=4"),)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from autoshard.ir import Call
 from autoshard.runtime.debugging.op_places import OpPlaces
 from autoshard.runtime.pending import Issue, Pending
 from autoshard.runtime.prepared_steps import PreparedItem
@@ -13,10 +14,13 @@ from autoshard.torch_adapters.profiler import record_range
 
 
 class Ranges:
-    """One run of a part. A collective is issued in a range of its name, and waited for in one more."""
+    """One run of a part. A collective is issued in a range of its name, and waited for in one more.
 
-    def __init__(self, places: OpPlaces) -> None:
-        self.places = places
+    compiled: whether segments are: they run as they are, each in one range.
+    """
+
+    def __init__(self, places: OpPlaces, compiled: bool = False) -> None:
+        self.places, self.compiled = places, compiled
         #: values of main that may be on their way -> the range of what makes them
         self._coming: dict[str, str] = {}
 
@@ -26,6 +30,9 @@ class Ranges:
 
     def run(self, item: PreparedItem, args: Sequence[Any]) -> Sequence[Any]:
         """The results of an instruction; neighbours of one module share a range."""
+        if self.compiled and isinstance(item.instruction, Call):
+            with record_range(f"{item.label} {item.instruction.segment}".strip()):
+                return item.run(list(args))
         steps, slots, ends = item.opened(args)
         coming: dict[int, str] = {}
         now = ""

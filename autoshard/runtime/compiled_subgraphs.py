@@ -1,8 +1,8 @@
 """Stretches of a segment that become machine code: Inductor compiles what stands between two messages.
 
-A run is ATen ops that follow one another. Messages, copies to and from the host, random numbers and ops of
-ours stay between runs, where the program has them. No run waits for a message that its first step does not
-wait for, so that what ran beside a message still does.
+A subgraph is ATen ops that follow one another. Messages, copies to and from the host, random numbers and ops
+of ours stay between subgraphs, where the program has them. None waits for a message that its first step does
+not wait for, so that what ran beside a message still does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _BARRED = frozenset(
         torch.Tag.dynamic_output_shape,
     )
 )
-#: what Inductor leaves to the library that eager mode calls, and what moves nothing: these alone are no run
+#: what Inductor leaves to the library that eager mode calls, and what moves nothing: of these alone, none is
+#: compiled
 _UNFUSED = frozenset(
     f"aten.{name}"
     for name in (
@@ -37,7 +38,7 @@ _UNFUSED = frozenset(
 
 
 @dataclass(frozen=True)
-class Run:
+class Subgraph:
     """Steps that become one graph.
 
     takes: slots that they read of others. gives: slots of theirs that others read. dead: of those taken, what
@@ -102,11 +103,11 @@ def separated(outs: Sequence[torch.Tensor], shared: Collection[int]) -> Sequence
     return [x.clone() if k in shared else x for k, x in enumerate(outs)]
 
 
-Part: TypeAlias = "Run | PreparedCall"
+Part: TypeAlias = "Subgraph | PreparedCall"
 
 
 def parts_of(steps: Sequence[PreparedCall], outputs: Collection[int], late: Collection[int]) -> list[Part]:
-    """The steps of a segment in their order, put together to runs. late: slots that messages fill."""
+    """The steps of a segment in their order, put together to subgraphs. late: slots that messages fill."""
     found: list[Part] = []
     for group, after in _groups(steps, late):
         if len(group) < 2 or all(_family(step) in _UNFUSED for step in group):
@@ -114,11 +115,9 @@ def parts_of(steps: Sequence[PreparedCall], outputs: Collection[int], late: Coll
             continue
         made = {slot for step in group for slot in step.outs}
         takes = {slot for step in group for slot in step.uses} - made
-        read = {slot for step in after for slot in step.uses} | set(outputs)
-        freed = {slot for step in group for slot in step.frees}
-        found.append(
-            Run(tuple(group), tuple(sorted(takes)), tuple(sorted(made & read)), tuple(sorted(takes & freed)))
-        )
+        gives = made & ({slot for step in after for slot in step.uses} | set(outputs))
+        dead = takes & {slot for step in group for slot in step.frees}
+        found.append(Subgraph(tuple(group), *(tuple(sorted(slots)) for slots in (takes, gives, dead))))
     return found
 
 
@@ -147,7 +146,7 @@ def _family(step: PreparedCall) -> str:
 
 
 def _compiles(step: PreparedCall) -> bool:
-    """Whether a step can be of a run: an ATen op, of shapes that are known, that changes none of its
+    """Whether a step can be of a subgraph: an ATen op, of shapes that are known, that changes none of its
     arguments and is the same at every call of its segment."""
     if step.sites or not step.node.op.startswith(("aten.", "prims.")):
         return False
