@@ -102,10 +102,12 @@ class _TimedItem:
         return found
 
 
-def rank_row(case: RankCase, cluster: Cluster, device: torch.device) -> RankRow:
-    """One program, measured and simulated."""
+def rank_row(
+    case: RankCase, cluster: Cluster, device: torch.device, compiled_by: str = "inductor"
+) -> RankRow:
+    """One program, measured and simulated. compiled_by: the codegen of the last column."""
     seconds, bytes_, program = _measured(case, device, "interpreter")
-    compiled, compiled_bytes, _ = _measured(case, device, "inductor")
+    compiled, compiled_bytes, _ = _measured(case, device, compiled_by)
     simulated = _simulated(program, cluster)
     estimate = estimate_step(program, cluster, behaviour=WITHOUT_UPDATE)
     measured, expected = sum(seconds.values()), sum(simulated.values())

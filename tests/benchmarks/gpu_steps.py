@@ -19,6 +19,8 @@ import autoshard
 
 #: of a side, in turns with the others; the first of a side, which compiles, is not among them
 ROUNDS, WARM = 9, 3
+#: sides without us
+PLAIN = ("torch.compile", "eager")
 SIDES = ("torch.compile", "eager", "interpreter", "inductor", "interpreter, kernels", "inductor, kernels")
 
 
@@ -130,9 +132,9 @@ def step_rows(case: StepCase, device: torch.device) -> Iterator[tuple[str, ...]]
         taken[name] = row[0]
         seconds, first, bytes_, loss = row
         yield (
-            name if name in SIDES[:2] else f"ours, {name}",
+            name if name in PLAIN else f"ours, {name}",
             f"{seconds * 1e3:.2f} ms",
-            f"{seconds / taken['torch.compile']:.2f}",
+            f"{seconds / taken[SIDES[0]]:.2f}",
             f"{bytes_ / 2**30:.2f} GiB",
             f"{first:.1f} s",
             f"{loss:.4f}",

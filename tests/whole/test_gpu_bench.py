@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_rank_of_a_mesh_that_is_not_there() -> None:
-    row = rank_row(SMALL_RANK_CASES[0], load_cluster("h100-dgx"), CPU)
+    row = rank_row(SMALL_RANK_CASES[0], load_cluster("h100-dgx"), CPU, "interpreter")
     assert row.cells[0] == SMALL_RANK_CASES[0].text and row.cells[1].endswith(" ms")
     names = {name for _, name, *_ in row.parts}
     assert {"layers_fwd", "layers_bwd"} <= names
@@ -25,9 +25,9 @@ def test_a_rank_of_a_mesh_that_is_not_there() -> None:
 
 def test_steps_of_all_sides_make_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_steps, "ROUNDS", 1)
-    monkeypatch.setattr(gpu_steps, "SIDES", ("torch.compile", "eager", "interpreter, kernels"))
+    monkeypatch.setattr(gpu_steps, "SIDES", ("eager", "interpreter, kernels"))
     rows = list(step_rows(SMALL, CPU))
-    assert [row[0] for row in rows] == ["torch.compile", "eager", "ours, interpreter, kernels"]
+    assert [row[0] for row in rows] == ["eager", "ours, interpreter, kernels"]
     assert len({row[-1] for row in rows}) == 1
 
 
