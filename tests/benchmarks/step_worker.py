@@ -83,11 +83,13 @@ def _chosen() -> str:
     return plan.mesh if plan.pipeline is None else f"pp={plan.pipeline.ranks},{plan.mesh}"
 
 
-def by_hand(name: str, make: Make = PLAIN) -> Step:
-    """Training as people write it with torch."""
+def by_hand(name: str, make: Make = PLAIN, compiled: bool = False) -> Step:
+    """Training as people write it with torch. compiled: by torch.compile, with its defaults."""
     batch, world = bench_batch(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
     model = {"fsdp": by_fsdp2, "tp": by_tensor_parallel, "dp": by_ddp}[name](bench_llama(), mesh)
+    if compiled:
+        model.compile()
     return stepper(model, batch if name == "tp" else local_batch(batch), make)
 
 
@@ -151,6 +153,11 @@ def main() -> None:
         rows.append(found.row(mesh, "torch's", called))
         quick.append(found.row(f"{mesh}, autoshard.AdamW", "own", fastest))
     rows += quick
+    for name, called in hands.items():
+        fast = f"{called}, compiled"
+        sides = {"inductor": ours(f"{name}={world}", codegen="inductor"), called: steps[name]}
+        sides[fast] = by_hand(name, compiled=True)
+        rows.append(Rounds.of(sides).row(f"{name}={world}, inductor", "inductor", called, fast))
     chosen = _chosen()
     planned = Rounds.of({"planned": ours(chosen), **{called: steps[name] for name, called in hands.items()}})
     rows.append(planned.row(f"planner's own: {chosen}", "planned", *hands.values()))
