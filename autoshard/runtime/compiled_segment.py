@@ -30,16 +30,16 @@ class CompiledSegment:
         """inputs: how many slots are arguments. size: of all slots. late: those that messages fill."""
         self.parts = parts_of(steps, outputs, late)
         self.inputs, self.size, self.outputs, self.late = inputs, size, outputs, late
-        #: strides of the arguments -> code
+        #: types and strides of the arguments -> code, which itself checks their sizes
         self.codes: dict[tuple[Any, ...], SegmentCode] = {}
 
     def __call__(self, args: list[Any], site: int) -> tuple[Any, ...]:
-        strides = tuple([x.stride() if isinstance(x, torch.Tensor) else None for x in args])
-        code = self.codes.get(strides)
-        return self._first(strides, args, site) if code is None else code(args, site)
+        forms = tuple([(x.dtype, x.stride()) if isinstance(x, torch.Tensor) else None for x in args])
+        code = self.codes.get(forms)
+        return self._first(forms, args, site) if code is None else code(args, site)
 
-    def _first(self, strides: tuple[Any, ...], args: list[Any], site: int) -> tuple[Any, ...]:
-        """Subgraph it part by part, each compiled before."""
+    def _first(self, forms: tuple[Any, ...], args: list[Any], site: int) -> tuple[Any, ...]:
+        """Run it part by part, each compiled before."""
         source = FunctionText(self.inputs)
         env: Env = [*args, *([None] * (self.size - self.inputs))]
         args.clear()
@@ -58,5 +58,5 @@ class CompiledSegment:
             else:
                 source.add(part)
                 part.run(env, site)
-        self.codes[strides] = source.function(self.outputs)
+        self.codes[forms] = source.function(self.outputs)
         return tuple(env[slot] for slot in self.outputs)

@@ -64,6 +64,13 @@ class Subgraph:
         """
         first = self.steps[0].node
         where = f"{len(self.steps)} ops from {first.outs[0]} = {first.op} on"
+        if numbers := [x for x in xs if not isinstance(x, torch.Tensor)]:
+            raise UsageError(
+                f"a part of the program that is to be compiled takes {numbers[0]!r}, which is no tensor",
+                where=where,
+                why="compiled code would have that number at every call",
+                hint='codegen="interpreter" runs it op by op',
+            )
         try:
             code, forms = compile_function(self, xs)
         except Exception as error:

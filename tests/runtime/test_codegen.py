@@ -144,6 +144,27 @@ def test_outputs_in_memory_of_others_are_copied() -> None:
     assert float(kept[0].sum()) == 8 and float(kept[1].sum()) == 24
 
 
+def test_another_type_is_other_code() -> None:
+    """Code of fp32 would read the bytes of bf16 for numbers of its own."""
+    model = parallel(1, "inductor")
+    rank = program_of(model)
+    name = next(n for n in rank.segments if "fwd" in n and "layers" in n)
+    segment = rank.segments[name]
+    args = [torch.randn(t.shape) for _, t in rank.program.lowered.segments[name].graph.inputs]
+    wide = segment(list(args), 0)
+    narrow = segment([x.bfloat16() for x in args], 0)
+    assert len(segment._run.codes) == 2  # type: ignore[attr-defined]
+    for x, y in zip(narrow, wide, strict=True):
+        assert float((x.float() - y).norm() / y.norm()) < 0.05
+
+
+def test_a_number_is_refused() -> None:
+    steps = parts_of(next(iter(program_of(parallel(1, "inductor")).segments.values())).steps, (), ())
+    part = next(p for p in steps if isinstance(p, Subgraph))
+    with pytest.raises(UsageError, match="takes 3, which is no tensor"):
+        part.compiled([3])  # type: ignore[list-item]
+
+
 def test_what_inductor_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("no compiler here")
