@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from codegen_worker import Net, X, net
 from families import family
 from ranks import HERE, run_ranks
 from sampling import all_cases
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
@@ -37,36 +37,10 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Layer(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.dropout(self.outer(torch.nn.functional.gelu(self.inner(self.norm(x)))))
-        return y
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def parallel(layers: int, codegen: str, dropout: float = 0.0) -> Any:
-    torch.manual_seed(0)
     return autoshard.parallelize(
-        Net(layers, dropout), "dp=1", example_inputs=(X,), cluster="cpu-gloo", codegen=codegen
+        net(layers, dropout), "dp=1", example_inputs=(X,), cluster="cpu-gloo", codegen=codegen
     )
-
-
-X = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
 
 
 def program_of(model: Any) -> RankProgram:
@@ -202,11 +176,16 @@ def test_names() -> None:
         autoshard.PassOptions(codegen="c")
 
 
+def test_two_processes_equal_one_device() -> None:
+    printed = run_ranks([str(HERE / "codegen_worker.py")], ranks=2)
+    assert printed.count("compiled and equal") == 2
+
+
+@pytest.mark.skipif(not all_cases(), reason="a minute for each model: make test-all")
 def test_sharded_programs_equal_eager(tmp_path: Path) -> None:
-    """On gloo processes, of programs whose folder says how they are run."""
+    """On four gloo processes, of programs whose folder says how they are run."""
     cases = []
-    meshes = {"llama": "fsdp=2,tp=2", "gpt2": "dp=2,tp=2"} if all_cases() else {"llama": "tp=2"}
-    for name, mesh in meshes.items():
+    for name, mesh in (("llama", "fsdp=2,tp=2"), ("gpt2", "dp=2,tp=2")):
         model, inputs = family(name).make()
         planned = autoshard.plan(model, mesh, cluster="cpu-gloo", example_inputs=inputs)
         program = autoshard.compile(model, planned, codegen="inductor").program
@@ -215,6 +194,6 @@ def test_sharded_programs_equal_eager(tmp_path: Path) -> None:
         cases.append({"family": name, "program": str(folder), "steps_of": "one"})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     paths = (HERE / "gloo_worker.py", tmp_path / "cases.json", tmp_path / "out.json")
-    run_ranks(list(map(str, paths)), ranks=4 if all_cases() else 2)
+    run_ranks(list(map(str, paths)))
     for row in json.loads((tmp_path / "out.json").read_text()):
         assert row["error"] < 1e-5, row
