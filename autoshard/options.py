@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from autoshard.errors import UsageError
 
@@ -18,7 +18,7 @@ Differentiate = Literal["auto", "all"]
 #: types that a model may compute in, "" for its own
 PRECISIONS = ("", "bf16", "fp16")
 #: how ops of a program are run, "" for inductor on GPUs and interpreter elsewhere
-CODEGENS = ("", "interpreter", "inductor")
+Codegen = Literal["", "interpreter", "inductor"]
 
 
 def option(default: Any, help: str, **cli: Any) -> Any:
@@ -132,8 +132,8 @@ class PassOptions:
 
 
 def check_codegen(name: str) -> str:
-    """The name. Raises UsageError unless it is one of `CODEGENS`."""
-    if name not in CODEGENS:
+    """The name. Raises UsageError unless it is a `Codegen`."""
+    if name not in get_args(Codegen):
         raise UsageError(f"codegen is {name!r}", hint="inductor or interpreter")
     return name
 

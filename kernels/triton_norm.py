@@ -278,12 +278,12 @@ def _columns(part_ptr, dw_ptr, db_ptr, parts, width, ROWS: tl.constexpr, BLOCK: 
     tl.store(out_ptr + column, to_out(tl.sum(total, 0), out_ptr.dtype.element_ty), mask=column < width)
 
 
-def _shape(width: int, widest: int) -> tuple[int, int, int]:
-    """(rows of a program, elements of a block, warps)."""
+def _shape(width: int, widest: int) -> tuple[int, int]:
+    """(rows of a program, elements of a block)."""
     block = min(next_power(width), widest)
     rows = max(1, _TILE // 2 // block) if block < width or block <= _TILE // 2 else 1
     rows = 1 if block < width else rows
-    return rows, block, 8 if block == 8192 else max(4, min(32, block * rows // 512))
+    return rows, block
 
 
 def normed(
@@ -307,7 +307,8 @@ def normed(
     y = torch.empty_like(a)
     mean = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32) if layer else None
     rstd = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
-    rows, block, warps = _shape(width, _WIDEST_FORWARD)
+    rows, block = _shape(width, _WIDEST_FORWARD)
+    warps = 8 if block == 8192 else max(4, min(32, block * rows // 512))
     if block < width:
         block, warps = _TILE, 8
     constants = {
@@ -369,15 +370,14 @@ def _gradients(
     grid: tuple[int, ...]
     flags: dict[str, Any] = {"LAYER": layer, "MORE": more is not None}
     if width <= _WIDEST_BACKWARD:
-        rows, block, warps = _shape(width, _WIDEST_BACKWARD)
+        rows, block = _shape(width, _WIDEST_BACKWARD)
         resident = max(1, _RESIDENT // (rows * block)) * multiprocessors(x.device)
         parts = max(1, min(resident, ceil_div(count, rows)))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
         whole = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
         constants = {**flags, "ROWS": rows, "BLOCK": block}
         # more is held per row than forward: fewer elements a thread
-        warps = block * rows // 256 if block >= 2048 else warps
-        launches = [Launch(_backward, (parts,), whole, constants, warps, 4 * rows)]
+        launches = [Launch(_backward, (parts,), whole, constants, max(4, block // 256), 4 * rows)]
     else:
         parts = max(1, min(2 * multiprocessors(x.device), count))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)

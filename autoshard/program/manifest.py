@@ -11,6 +11,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir.decode import decoded
 from autoshard.ir.joint import ResultKind
+from autoshard.options import Codegen
 
 #: of all programs there may be; the largest machines have a tenth of it
 MAX_RANKS, MAX_AXES = 1 << 20, 16
@@ -57,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sums: _Texts
     alone: _Texts
     offload: Text = ""
-    codegen: Literal["", "interpreter", "inductor"] = ""
+    codegen: Codegen = ""
     signature: StoredSignature
     original_results: _Texts
     files: Annotated[dict[Text, Text], Meta(max_length=MAX_ENTRIES)]

@@ -98,8 +98,7 @@ class Program:
     computed for every microbatch by itself, where the whole batch would give something else. classes: port
     name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
     for a program whose folder does not say.
-    offload: what lives in host memory. state: of the model when it was captured.
-    codegen: how its ops are run, see `options.CODEGENS`.
+    offload: what lives in host memory. state: of the captured model. codegen: how its ops run (`options`).
     """
 
     mesh: str

@@ -12,19 +12,15 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tag
 
 from autoshard.errors import UsageError, VerificationError
 from autoshard.runtime.prepared_call import PreparedCall
 from autoshard.runtime.resolve import torch_op
 from autoshard.torch_adapters.inductor import Compiled, compile_function, forms_of
 
-_BARRED = frozenset(
-    (
-        torch.Tag.nondeterministic_seeded,
-        torch.Tag.data_dependent_output,
-        torch.Tag.dynamic_output_shape,
-    )
-)
+_HINT = 'codegen="interpreter" runs it op by op'
+_BARRED = frozenset((Tag.nondeterministic_seeded, Tag.data_dependent_output, Tag.dynamic_output_shape))
 #: what Inductor leaves to the library that eager mode calls, and what moves nothing: of these alone, none is
 #: compiled
 _UNFUSED = frozenset(
@@ -69,7 +65,7 @@ class Subgraph:
                 f"a part of the program that is to be compiled takes {numbers[0]!r}, which is no tensor",
                 where=where,
                 why="compiled code would have that number at every call",
-                hint='codegen="interpreter" runs it op by op',
+                hint=_HINT,
             )
         try:
             code, forms = compile_function(self, xs)
@@ -78,7 +74,7 @@ class Subgraph:
                 "Inductor cannot compile a part of the program",
                 where=where,
                 why=f"{type(error).__name__}: {error}",
-                hint='codegen="interpreter" runs it op by op',
+                hint=_HINT,
             ) from error
         outs = code(list(xs))
         given = forms_of(xs, outs)
@@ -86,7 +82,7 @@ class Subgraph:
             raise VerificationError(
                 "Inductor gave a tensor other strides than the program's op does",
                 where=where,
-                hint='codegen="interpreter" runs it op by op',
+                hint=_HINT,
             )
         # whoever changes one tensor in place, an optimizer or a user, must not change another
         pairs = enumerate(zip(given, forms, strict=True))

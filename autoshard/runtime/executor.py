@@ -78,7 +78,7 @@ class RankProgram:
         self.mesh = Mesh.parse(program.mesh)
         self.view = RankView(self.mesh.names, self.mesh.sizes, self.mesh.coords(rank))
         self.device = device
-        self.compiles = (program.codegen or ("inductor" if device.type == "cuda" else "")) == "inductor"
+        self.compiles = program.codegen == "inductor" or (not program.codegen and device.type == "cuda")
         self.watch = watch
         self.collectives = GroupCollectives(transports, collectives_of(program), watch)
         self.host = host_for(device)

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from autoshard.errors import UsageError
+from autoshard.ir.placement import chunk
 
 #: ops whose result is the same part of something as their operand, beside those that go element by element
 _KEPT = frozenset(
@@ -119,13 +120,8 @@ def _blocks(
 def _cut(index: torch.Tensor, placed: Any, ways: int, place: int) -> torch.Tensor:
     """The elements of a rank, in the order in which it has them."""
     outer = int(placed.split_factor) if isinstance(placed, _StridedShard) else 1
-    return torch.cat([_chunk(_chunk(index, outer, k), ways, place) for k in range(outer)])
-
-
-def _chunk(index: torch.Tensor, ways: int, place: int) -> torch.Tensor:
-    """As torch chunks: the first are of one size, the last may have fewer elements or none."""
-    size = -(-len(index) // ways)
-    return index[place * size : (place + 1) * size]
+    blocks = (index.narrow(0, *chunk(len(index), outer, k)) for k in range(outer))
+    return torch.cat([block.narrow(0, *chunk(len(block), ways, place)) for block in blocks])
 
 
 def _runs(index: list[int]) -> list[tuple[int, int, int]]:

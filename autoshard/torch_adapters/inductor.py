@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._filelock import FileLock
 
 #: takes a list of tensors, which is empty afterwards
@@ -34,6 +33,7 @@ def compile_function(
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     plain = torch.func.functionalize(function, remove="mutations")
     with torch.no_grad():

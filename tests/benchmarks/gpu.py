@@ -24,7 +24,7 @@ from benchmarks.gpu_ranks import RANK_CASES, SMALL_RANK_CASES, rank_row
 from benchmarks.gpu_steps import SMALL, STEPS, step_rows
 from benchmarks.kernels_measure import Stopwatch
 from benchmarks.kernels_peers import loss_rows
-from benchmarks.kernels_rows import GOALS, Row, rows
+from benchmarks.kernels_rows import cells_of, rows
 
 STEPS_TEXT = """
 ## A step beside eager mode and torch.compile
@@ -44,7 +44,6 @@ KERNELS_TEXT = """
 bf16. `of a copy`: bytes of the planner's cost function over the time, as a part of what a copy moves.
 `issue`: microseconds of the host per call. Eager, Liger: their time over ours."""
 OUT = Path("docs/benchmarks/gpu.md")
-SECTIONS = ("steps", "ranks", "kernels")
 
 
 def main() -> int:
@@ -61,7 +60,7 @@ def main() -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     lines = list(_head(device))
     for name in told.names or SECTIONS:
-        for line in globals()[f"_{name}"](device, told.small):
+        for line in SECTIONS[name](device, told.small):
             print(line, flush=True)
             lines.append(line)
     told.out.parent.mkdir(parents=True, exist_ok=True)
@@ -117,28 +116,12 @@ def _kernels(device: torch.device, small: bool) -> Iterator[str]:
     yield f"A copy moves {'?' if copied is None else f'{copied / 1e12:.2f}'} TB/s, read and written."
     yield ""
     head = ("kernel", "largest tensor", "MB", "us", "issue", "of a copy", "goal", "eager", "Liger")
-    yield from table(head, [_kernel(row, copied) for row in rows(watch, (), compiled=False)])
+    yield from table(
+        head, (cells_of(row, copied, ("eager", "liger")) for row in rows(watch, (), compiled=False))
+    )
     if watch is not None:
         yield ""
         yield from table(("loss and its gradient", "8,192 x 131,072, bf16"), loss_rows(watch))
-
-
-def _kernel(row: Row, copied: float | None) -> tuple[str, ...]:
-    others = dict(row.others)
-    done = row.seconds is not None and copied is not None
-    return (
-        row.name,
-        row.sizes,
-        f"{row.cost.moved / 1e6:.0f}",
-        row.failure or (f"{row.seconds * 1e6:.0f}" if row.seconds else "not measured"),
-        f"{row.issue * 1e6:.0f}" if row.issue else "-",
-        f"{row.cost.moved / row.seconds / copied:.0%}" if done else "-",  # type: ignore[operator]
-        f"{GOALS[row.name]:.0%}" if row.name in GOALS else "-",
-        *(
-            f"{other / row.seconds:.2f} x" if isinstance(other, float) and row.seconds else "-"
-            for other in (others.get(name) for name in ("eager", "liger"))
-        ),
-    )
 
 
 def table(head: Sequence[str], cells: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -148,6 +131,8 @@ def table(head: Sequence[str], cells: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in cells:
         yield f"| {' | '.join(row)} |"
 
+
+SECTIONS = {"steps": _steps, "ranks": _ranks, "kernels": _kernels}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -14,14 +14,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.cluster import Cluster
+from autoshard.cluster import Cluster, Mesh
 from autoshard.program.program import Program
 from autoshard.runtime.executor import RankProgram
 from autoshard.runtime.prepared_steps import PreparedItem
+from autoshard.runtime.profile.device import synchronize
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
 from benchmarks.estimates import WITHOUT_UPDATE
-from benchmarks.gpu_steps import StepCase, forget, peak, process_group, stepper, wait
+from benchmarks.gpu_steps import StepCase, forget, peak, process_group, stepper
 from benchmarks.local_copies import LocalCopies
 
 RUNS = 5
@@ -79,7 +80,7 @@ class _Clock:
 
     def seconds(self) -> dict[str, float]:
         """Of a run, name by name; starts anew."""
-        wait(self.device)
+        synchronize(self.device)
         found = {
             name: sum(s if isinstance(s, float) else s[0].elapsed_time(s[1]) * 1e-3 for s in spans)
             for name, spans in self.spans.items()
@@ -108,7 +109,7 @@ def rank_row(
     """One program, measured and simulated. compiled_by: the codegen of the last column."""
     seconds, bytes_, program = _measured(case, device, "interpreter")
     compiled, compiled_bytes, _ = _measured(case, device, compiled_by)
-    simulated = _simulated(program, cluster)
+    simulated, calls = _simulated(program, cluster)
     estimate = estimate_step(program, cluster, behaviour=WITHOUT_UPDATE)
     measured, expected = sum(seconds.values()), sum(simulated.values())
     held = estimate.fullest.peak
@@ -122,9 +123,8 @@ def rank_row(
         f"{held / bytes_ - 1:+.0%}" if bytes_ else "-",
         f"{sum(compiled.values()) * 1e3:.2f} ms, {compiled_bytes / 2**30:.2f} GiB",
     )
-    counts = _counts(program)
     parts = [
-        (case.text, name, str(counts[name]), f"{s * 1e3:.3f} ms", f"{simulated[name] * 1e3:.3f} ms")
+        (case.text, name, str(calls[name]), f"{s * 1e3:.3f} ms", f"{simulated[name] * 1e3:.3f} ms")
         for name, s in sorted(seconds.items(), key=lambda pair: -pair[1])
         if s > measured / 50 or simulated[name] > expected / 50
     ]
@@ -135,30 +135,22 @@ def _name(instruction: Any) -> str:
     return getattr(instruction, "segment", None) or "main"
 
 
-def _simulated(program: Program, cluster: Cluster) -> dict[str, float]:
-    """Seconds of computing by segment."""
-    pricer, found = Pricer(program, cluster), defaultdict[str, float](float)
+def _simulated(program: Program, cluster: Cluster) -> tuple[dict[str, float], Counter[str]]:
+    """(seconds of computing, calls) by segment."""
+    pricer, seconds, calls = Pricer(program, cluster), defaultdict[str, float](float), Counter[str]()
     for part in program.lowered.parts:
         for item in program.lowered.of(part):
-            found[_name(item)] += pricer.priced([item]).compute
-    return found
-
-
-def _counts(program: Program) -> dict[str, int]:
-    found = defaultdict[str, int](int)
-    for part in program.lowered.parts:
-        for item in program.lowered.of(part):
-            found[_name(item)] += 1
-    return found
+            seconds[_name(item)] += pricer.priced([item]).compute
+            calls[_name(item)] += 1
+    return seconds, calls
 
 
 def _measured(case: RankCase, device: torch.device, codegen: str) -> tuple[dict[str, float], float, Program]:
     """(seconds of computing by segment, most bytes, the program), of forward and backward."""
-    pairs = [axis.split("=") for axis in case.mesh.split(",")]
-    sizes = tuple(int(size) for _, size in pairs)
+    shape = Mesh.parse(case.mesh)
     copies = patch("autoshard.runtime.runner.transport_of", lambda name, device: LocalCopies(name))
-    with process_group(torch.Size(sizes).numel()), copies:
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(name for name, _ in pairs))
+    with process_group(shape.world_size), copies:
+        mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
         inputs = case.model.inputs(device)
         model = autoshard.parallelize(
             case.model.model(device), mesh, example_inputs=inputs, cluster="h100-dgx", codegen=codegen
@@ -166,10 +158,10 @@ def _measured(case: RankCase, device: torch.device, codegen: str) -> tuple[dict[
         step = stepper(model, inputs)
         for _ in range(2):
             step()
-        wait(device)
+        synchronize(device)
         forget()
         step()
-        wait(device)
+        synchronize(device)
         most = peak(device)
         family: Any = model._autoshard_family
         runner = family.current.runner

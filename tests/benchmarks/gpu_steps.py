@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
+from autoshard.runtime.profile.device import synchronize
 
-#: of a side, in turns with the others; the first of a side, which compiles, is not among them
+#: steps of a side that are timed, and those before them after the first, which compiles; one side after the
+#: other, as each has the memory for itself
 ROUNDS, WARM = 9, 3
 #: sides without us
 PLAIN = ("torch.compile", "eager")
@@ -99,11 +100,6 @@ def forget() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def peak(device: torch.device) -> float:
     """Most bytes in use since `forget`."""
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
@@ -152,20 +148,20 @@ def _timed(case: StepCase, device: torch.device, name: str) -> tuple[float, floa
         model = autoshard.parallelize(
             model, mesh, example_inputs=inputs, cluster="h100-dgx", codegen=codegen, kernels=bool(kernels)
         )
-    step = stepper(model, copy.copy(inputs))
+    step = stepper(model, inputs)
     start = time.perf_counter()
     step()
-    wait(device)
+    synchronize(device)
     first = time.perf_counter() - start
     for _ in range(WARM):
         step()
-    wait(device)
+    synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         loss = step()
-        wait(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return median(times), first, peak(device), float(loss)

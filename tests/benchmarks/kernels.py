@@ -24,7 +24,7 @@ from rich.table import Table
 from autoshard.kernels.launch import has_triton
 from autoshard.kernels.registry import specs
 from benchmarks.kernels_measure import Stopwatch
-from benchmarks.kernels_rows import GOALS, Row, check, rows
+from benchmarks.kernels_rows import Row, cells_of, check, rows
 
 CONSOLE = Console(width=170)
 
@@ -94,20 +94,8 @@ def _print(found: Sequence[Row], errors: dict[str, float | str], bandwidth: floa
         "liger",
     )
     for row in found:
-        others = dict(row.others)
-        table.add_row(
-            row.name,
-            row.sizes,
-            _error_text(errors.get(row.name)),
-            f"{row.cost.moved / 1e6:.0f}",
-            row.failure or (f"{row.seconds * 1e6:.0f}" if row.seconds else "not measured"),
-            f"{row.issue * 1e6:.0f}" if row.issue else "not measured",
-            f"{row.cost.moved / row.seconds / bandwidth:.0%}"
-            if row.seconds and bandwidth
-            else "not measured",
-            f"{GOALS[row.name]:.0%}" if row.name in GOALS else "-",
-            *(_ratio(others.get(name), row.seconds) for name in ("eager", "compile", "liger")),
-        )
+        name, sizes, *rest = cells_of(row, bandwidth, ("eager", "compile", "liger"))
+        table.add_row(name, sizes, _error_text(errors.get(row.name)), *rest)
     CONSOLE.print(table)
     CONSOLE.print(
         "error: the worst in fp32, bf16 and fp16, over what is allowed; issue: us of the host; "
@@ -119,12 +107,6 @@ def _error_text(error: float | str | None) -> str:
     if error is None:
         return "not measured"
     return f"{error:.2f}" if isinstance(error, float) else error
-
-
-def _ratio(other: float | str | None, ours: float | None) -> str:
-    if other is None:
-        return "not measured"
-    return f"{other / ours:.2f} x" if isinstance(other, float) and ours else str(other)
 
 
 def _write(

@@ -88,6 +88,30 @@ def rows(watch: Stopwatch | None, names: Sequence[str], *, compiled: bool) -> It
             yield _row(spec, args, watch, compiled)
 
 
+def cells_of(row: Row, bandwidth: float | None, peers: Sequence[str]) -> list[str]:
+    """Kernel, largest tensor, MB, us, us of the host, part of a copy, goal, and times of peers over ours.
+
+    bandwidth: of a copy, bytes/s.
+    """
+    missing, others = "not measured", dict(row.others)
+    return [
+        row.name,
+        row.sizes,
+        f"{row.cost.moved / 1e6:.0f}",
+        row.failure or (f"{row.seconds * 1e6:.0f}" if row.seconds else missing),
+        f"{row.issue * 1e6:.0f}" if row.issue else missing,
+        f"{row.cost.moved / row.seconds / bandwidth:.0%}" if row.seconds and bandwidth else missing,
+        f"{GOALS[row.name]:.0%}" if row.name in GOALS else "-",
+        *(_ratio(others.get(name), row.seconds) for name in peers),
+    ]
+
+
+def _ratio(other: float | str | None, ours: float | None) -> str:
+    if other is None:
+        return "not measured"
+    return f"{other / ours:.2f} x" if isinstance(other, float) and ours else str(other)
+
+
 def _row(spec: KernelSpec, args: tuple[Any, ...], watch: Stopwatch | None, compiled: bool) -> Row:
     ins = [operand(t) for t in _tensors(args)]
     op = _op(spec)

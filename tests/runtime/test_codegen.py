@@ -13,7 +13,6 @@ import torch.distributed as dist
 from codegen_worker import Net, X, net
 from families import family
 from ranks import HERE, run_ranks
-from sampling import all_cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
@@ -181,7 +180,6 @@ def test_two_processes_equal_one_device() -> None:
     assert printed.count("compiled and equal") == 2
 
 
-@pytest.mark.skipif(not all_cases(), reason="a minute for each model: make test-all")
 def test_sharded_programs_equal_eager(tmp_path: Path) -> None:
     """On four gloo processes, of programs whose folder says how they are run."""
     cases = []

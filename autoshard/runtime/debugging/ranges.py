@@ -28,11 +28,11 @@ class Ranges:
         """Values, waited for."""
         return [_waited(values[name], self._coming.get(name, "")) for name in names]
 
-    def run(self, item: PreparedItem, args: Sequence[Any]) -> Sequence[Any]:
+    def run(self, item: PreparedItem, args: list[Any]) -> Sequence[Any]:
         """The results of an instruction; neighbours of one module share a range."""
         if self.compiled and isinstance(item.instruction, Call):
             with record_range(f"{item.label} {item.instruction.segment}".strip()):
-                return item.run(list(args))
+                return item.run(args)
         steps, slots, ends = item.opened(args)
         coming: dict[int, str] = {}
         now = ""
