@@ -18,6 +18,7 @@ from autoshard._version import __version__
 if TYPE_CHECKING:
     from autoshard import errors, rules
     from autoshard.api import Compiled, compile, load, parallelize, plan, plan_lengths
+    from autoshard.auditing.session import audit
     from autoshard.cluster import Cluster, Mesh
     from autoshard.errors import (
         AutoshardError,
@@ -63,6 +64,7 @@ __all__ = [
     "VerificationError",
     "WrongRule",
     "__version__",
+    "audit",
     "check_rule",
     "clip_grad_norm_",
     "compile",
@@ -96,6 +98,8 @@ def _home(name: str) -> str | None:
         return "autoshard.cluster"
     if name in ("rule", "UserRule"):
         return "autoshard.rules.user"
+    if name == "audit":
+        return "autoshard.auditing.session"
     if name in ("check_rule", "WrongRule"):
         return "autoshard.verify.rule_check"
     if name in ("PlanOptions", "PassOptions"):

@@ -36,12 +36,14 @@ _CONTEXTLIB = contextmanager.__code__.co_filename
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def user_line_of(frame: FrameType | None, outside: Collection[str] = ()) -> str:
+def user_line_of(
+    frame: FrameType | None, outside: Collection[str] = (), until: CodeType | None = None
+) -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours, "" if there is none.
 
-    outside: further packages whose frames are not the user's.
+    outside: further packages whose frames are not the user's. until: a function whose callers are not asked.
     """
-    while frame is not None:
+    while frame is not None and frame.f_code is not until:
         path = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if not is_library(path) and not path.startswith(_PACKAGE) and package not in outside:

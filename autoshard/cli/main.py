@@ -11,6 +11,7 @@ import typer
 
 from autoshard._version import __version__
 from autoshard.cli.advise import check_config_command
+from autoshard.cli.audit import audit_command
 from autoshard.cli.check import check_command
 from autoshard.cli.compile import compile_command
 from autoshard.cli.diff import diff_command
@@ -37,6 +38,7 @@ app.command("check-config")(check_config_command)
 app.command("plan")(plan_command)
 app.command("compile")(compile_command)
 app.command("verify")(verify_command)
+app.command("audit")(audit_command)
 app.command("inspect")(inspect_command)
 app.command("diff")(diff_command)
 app.command("explain")(explain_command)

@@ -1,0 +1,71 @@
+"""What an audit says: one finding per cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """One difference between the ranks' programs and the reference.
+
+    kind: ``gradient``, ``state``, ``collective``, ``deadlock`` or ``error``. what: one sentence. names:
+    parameters. ranks: which differ. lines: of the user's code, the most likely first. factor: of the
+    reference, where it is one.
+    """
+
+    kind: str
+    what: str
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    lines: tuple[str, ...] = ()
+    factor: float | None = None
+    details: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Several lines for people."""
+        out = [self.what]
+        if self.ranks:
+            out.append(f"  ranks: {', '.join(map(str, self.ranks))}")
+        if self.lines:
+            out.append(f"  line:  {self.lines[0]}")
+        out += [f"         {line}" for line in self.lines[1:]]
+        out += [f"  {detail}" for detail in self.details]
+        return "\n".join(out)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The findings of an audit, and what was compared.
+
+    parameters: of the reference. worst: largest relative error of a gradient without finding. tolerance:
+    relative. collectives: of all ranks.
+    """
+
+    mesh: str
+    findings: tuple[AuditFinding, ...]
+    notes: tuple[str, ...]
+    parameters: int
+    collectives: int
+    worst: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no finding."""
+        return not self.findings
+
+    def text(self) -> str:
+        """All of it, for people."""
+        head = (
+            f"{self.mesh}  {self.parameters} parameters, {self.collectives} collectives, "
+            f"gradients equal to {self.tolerance:.0e}"
+        )
+        parts = [head, *(f"note: {note}" for note in self.notes)]
+        parts += [f"{number}. {finding.text()}" for number, finding in enumerate(self.findings, 1)]
+        parts.append("no difference" if self.ok else _count(len(self.findings), "difference"))
+        return "\n".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"

@@ -1,0 +1,176 @@
+"""What a rank's step computes, op by op, with a few of the values of each result."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoshard.capture.origins import user_line_of
+from autoshard.torch_adapters.node_lines import ENGINE_CODE, current_node_number, next_node_number
+
+#: values of a result that are kept; a result of the reference is taken to be another's if all are there
+SAMPLES = 24
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Values of a tensor at places that its number of elements decides."""
+
+    shape: tuple[int, ...]
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op, or one rank's part in a collective.
+
+    reads: numbers of the records whose results it takes. samples: of its floating results, after it ran.
+    ranks: of its group, for a collective; reduction: ``sum`` and so on. alike: every
+    rank gave the same. given: samples of what it took.
+    """
+
+    number: int
+    op: str
+    line: str
+    reads: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    ranks: tuple[int, ...] = ()
+    reduction: str = ""
+    alike: bool = False
+    given: tuple[Sample, ...] = ()
+
+
+@dataclass
+class Recorder:
+    """The records of a rank, in order.
+
+    keeps_values: keep the results themselves, as of a reference.
+    """
+
+    keeps_values: bool = False
+    records: list[OpRecord] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    paused: bool = False
+    _writer: dict[int, int] = field(default_factory=dict)
+    _kept: list[Any] = field(default_factory=list)  # memory that is not freed is not given to other tensors
+    _lines: dict[int, str] = field(default_factory=dict)
+
+    def op(
+        self, name: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], writes: bool
+    ) -> None:
+        """An op that ran. writes: to memory that it is given."""
+        results = [x for x in outputs if x.is_floating_point() and x.numel()]
+        if self.keeps_values:
+            new = [x for x in results if writes or _memory(x) not in self._writer]
+            self.values.extend(x.detach().clone() for x in new)
+        self._add(name, self.line(), [*inputs], results)
+        self.dtypes.update(x.dtype for x in results)
+
+    def collective(
+        self,
+        name: str,
+        line: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        given: Sequence[Sample],
+        ranks: tuple[int, ...],
+        reduction: str,
+        alike: bool = False,
+    ) -> None:
+        """A rank's part in a collective that has ended."""
+        results = [x for x in outputs if x.is_floating_point() and x.numel()]
+        self._add(
+            name, line, [*inputs], results, ranks=ranks, reduction=reduction, alike=alike, given=tuple(given)
+        )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, this thread's ops are the audit's, not the user's."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def writer(self, tensor: torch.Tensor) -> int | None:
+        """The number of the record that last wrote to a tensor's memory."""
+        return self._writer.get(_memory(tensor))
+
+    def _add(
+        self, name: str, line: str, inputs: list[torch.Tensor], results: list[torch.Tensor], **more: Any
+    ) -> None:
+        number = len(self.records)
+        touched = {_memory(x) for x in (*inputs, *results)}
+        reads = tuple(sorted(self._writer[m] for m in touched if m in self._writer))
+        for result in results:
+            memory = _memory(result)
+            if memory not in self._writer:
+                self._kept.append(result.untyped_storage())
+            self._writer[memory] = number
+        self.records.append(OpRecord(number, name, line, reads, tuple(map(sample, results)), **more))
+
+    def line(self) -> str:
+        """The user's line that runs; of an op of backward, that of the op of forward it belongs to."""
+        number, frame = current_node_number(), inspect.currentframe()
+        if number is not None:
+            inside = user_line_of(frame, until=ENGINE_CODE) or self._lines.get(number, "")
+            return inside or user_line_of(frame)
+        line = user_line_of(frame)
+        self._lines[next_node_number() - 1] = line
+        return line
+
+
+class Recording(TorchDispatchMode):
+    """Records what runs inside it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # a DTensor comes back as the ops of its shard
+        result = func(*args, **(kwargs or {}))
+        if not self.recorder.paused:
+            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+            if all(type(x) in _PLAIN and x.device.type != "meta" for x in (*inputs, *outputs)):
+                self.recorder.op(str(func), inputs, outputs, func._schema.is_mutable)
+        return result
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def sample(tensor: torch.Tensor) -> Sample:
+    """A few of a tensor's values."""
+    flat = tensor.detach().reshape(-1)
+    values = flat[_places(flat.numel())].to(torch.float64).numpy(force=True)
+    return Sample(tuple(tensor.shape), values)
+
+
+@lru_cache(maxsize=4096)
+def _places(count: int) -> torch.Tensor:
+    """Places that are alike for all tensors of a size, spread over all of it."""
+    if count <= SAMPLES:
+        return torch.arange(count)
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, count, (SAMPLES,), generator=generator).sort().values

@@ -1,0 +1,307 @@
+"""Collectives between ranks that are threads: matched, computed, recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autoshard.auditing.rank_threads import RankThreads, Waiting, current_rank
+from autoshard.auditing.recording import Recorder, Sample, sample
+from autoshard.torch_adapters.threaded_groups import ThreadedGroup
+
+_SUMS = ("sum", "avg")
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """What a rank asks of a collective. sent: copies of what it gives. received: where results go."""
+
+    kind: str
+    line: str
+    sent: tuple[torch.Tensor, ...]
+    received: tuple[torch.Tensor, ...]
+    reduction: str
+    root: int | None
+    original: tuple[torch.Tensor, ...]
+    given: tuple[Sample, ...]
+
+    def text(self) -> str:
+        """For people: ``all_reduce(sum) of f64[4, 8]``."""
+        reduction = f"({self.reduction})" if self.reduction else ""
+        shapes = ", ".join(f"{_dtype(x)}{list(x.shape)}" for x in (self.sent or self.received)[:3])
+        return f"{self.kind}{reduction} of {shapes}" if shapes else self.kind
+
+
+@dataclass
+class Meeting:
+    """A collective of a group: what its ranks ask, by position, until all have."""
+
+    ranks: tuple[int, ...]
+    calls: dict[int, CollectiveCall] = field(default_factory=dict)
+    over: bool = False
+
+
+class Mismatch(Exception):
+    """Ranks of a group are in different collectives. calls: rank, what it asks, its line."""
+
+    def __init__(self, why: str, calls: tuple[tuple[int, str, str], ...]) -> None:
+        super().__init__(why)
+        self.why, self.calls = why, calls
+
+
+@dataclass
+class Rendezvous:
+    """Carries the messages of all ranks (a `torch_adapters.threaded_groups.Exchange`)."""
+
+    threads: RankThreads
+    recorders: Sequence[Recorder]
+    _meetings: dict[tuple[Any, int], Meeting] = field(default_factory=dict)
+    _counts: dict[tuple[Any, int], int] = field(default_factory=lambda: defaultdict(int))
+    _mail: dict[tuple[Any, int, int, int], deque[tuple[torch.Tensor, str]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+
+    def collective(
+        self,
+        group: ThreadedGroup,
+        kind: str,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        reduction: Any = None,
+        root: int | None = None,
+    ) -> Callable[[], None]:
+        """Take part in a group's next collective. Returns what waits for its end."""
+        recorder = self.recorders[current_rank()]
+        with recorder.pause():
+            return self._collective(group, kind, sent, received, _reduction_name(reduction), root)
+
+    def _collective(
+        self,
+        group: ThreadedGroup,
+        kind: str,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        reduction: str,
+        root: int | None,
+    ) -> Callable[[], None]:
+        rank, recorder = current_rank(), self.recorders[current_rank()]
+        key = (group.ranks, group.pg_name)
+        number = self._counts[(key, rank)]
+        self._counts[(key, rank)] += 1
+        meeting = self._meetings.setdefault((key, number), Meeting(group.ranks))
+        call = CollectiveCall(
+            kind,
+            recorder.line(),
+            tuple(x.detach().clone() for x in sent),
+            tuple(received),
+            reduction,
+            root,
+            tuple(sent),
+            tuple(sample(x) for x in sent if x.is_floating_point() and x.numel()),
+        )
+        meeting.calls[group.position] = call
+        if len(meeting.calls) == len(group.ranks):
+            del self._meetings[(key, number)]
+            self._finish(meeting)
+
+        def wait() -> None:
+            if not meeting.over:
+                self.threads.wait(Waiting(lambda: meeting.over, _of(call.text(), meeting.ranks), call.line))
+
+        return wait
+
+    def send(self, group: ThreadedGroup, tensor: torch.Tensor, to: int, tag: int) -> Callable[[], None]:
+        """Lay a message down for another rank. Never waits."""
+        recorder = self.recorders[current_rank()]
+        line = recorder.line()
+        with recorder.pause():
+            self._mail[(group.ranks, group.position, to, tag)].append((tensor.detach().clone(), line))
+        recorder.collective("send", line, [tensor], [], [], (group.ranks[to],), "")
+        return lambda: None
+
+    def receive(
+        self, group: ThreadedGroup, tensor: torch.Tensor, source: int | None, tag: int
+    ) -> Callable[[], None]:
+        """Take the next message of a rank, or of any."""
+        recorder, sources = self.recorders[current_rank()], _sources(group, source)
+        line = recorder.line()
+        done: list[bool] = []
+        boxes = [self._mail[(group.ranks, k, group.position, tag)] for k in sources]
+
+        def wait() -> None:
+            if done:
+                return
+            names = ", ".join(str(group.ranks[k]) for k in sources)
+            what = f"a message from rank {names}" + (f" with tag {tag}" if tag else "")
+            self.threads.wait(Waiting(lambda: any(boxes), what, line))
+            message, sender_line = next(box for box in boxes if box).popleft()
+            done.append(True)
+            if message.numel() != tensor.numel() or message.dtype != tensor.dtype:
+                me = current_rank()
+                raise Mismatch(
+                    f"a message has {_dtype(message)}{list(message.shape)}, its receiver takes "
+                    f"{_dtype(tensor)}{list(tensor.shape)}",
+                    ((group.ranks[sources[0]], "send", sender_line), (me, "receive", line)),
+                )
+            with recorder.pause():
+                _write(tensor, message)
+            recorder.collective("receive", line, [], [tensor], [], (), "")
+
+        return wait
+
+    def unread(self) -> list[tuple[int, int, str]]:
+        """Messages that no rank took: sender, receiver, line of the sender."""
+        return [
+            (ranks[source], ranks[to], line)
+            for (ranks, source, to, _), box in self._mail.items()
+            for _, line in box
+        ]
+
+    def unfinished(self) -> list[tuple[Meeting, list[int]]]:
+        """Collectives that some ranks never came to, with these ranks."""
+        return [
+            (m, [rank for k, rank in enumerate(m.ranks) if k not in m.calls]) for m in self._meetings.values()
+        ]
+
+    def _finish(self, meeting: Meeting) -> None:
+        calls = [meeting.calls[k] for k in range(len(meeting.ranks))]
+        _check(meeting, calls)
+        alike = len(calls) > 1 and _alike(calls)
+        for position, (call, results) in enumerate(zip(calls, _results(calls), strict=True)):
+            for target, value in zip(call.received, results, strict=False):
+                _write(target, value)
+            self.recorders[meeting.ranks[position]].collective(
+                call.kind,
+                call.line,
+                call.original,
+                call.received,
+                call.given,
+                meeting.ranks,
+                call.reduction,
+                alike,
+            )
+        meeting.over = True
+
+
+def _sources(group: ThreadedGroup, source: int | None) -> list[int]:
+    return [source] if source is not None else [k for k in range(group.size()) if k != group.position]
+
+
+def _of(text: str, ranks: tuple[int, ...]) -> str:
+    return f"{text} over ranks {', '.join(map(str, ranks))}"
+
+
+def _reduction_name(reduction: Any) -> str:
+    if reduction is None:
+        return ""
+    kinds = {name.lower(): getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")}
+    for name, kind in kinds.items():
+        if reduction == kind:
+            return name
+    return str(reduction)
+
+
+def _check(meeting: Meeting, calls: list[CollectiveCall]) -> None:
+    """Raise Mismatch where the ranks of a group do not ask the same."""
+    told = tuple((meeting.ranks[k], call.text(), call.line) for k, call in enumerate(calls))
+    if len({call.kind for call in calls}) > 1:
+        raise Mismatch("ranks of a group are in different collectives", told)
+    if len({call.reduction for call in calls}) > 1:
+        raise Mismatch("ranks of a group reduce in different ways", told)
+    if len({call.root for call in calls}) > 1:
+        raise Mismatch("ranks of a group name different source ranks", told)
+    if calls[0].kind in ("all_reduce", "reduce", "all_gather", "reduce_scatter", "broadcast"):
+        sizes = {tuple((x.numel(), x.dtype) for x in call.sent) for call in calls}
+        uneven = calls[0].kind in ("all_gather", "reduce_scatter")
+        if len({tuple(d for _, d in each) for each in sizes}) > 1:
+            raise Mismatch("ranks of a group send different types", told)
+        if len(sizes) > 1 and not uneven:
+            raise Mismatch("ranks of a group send different sizes", told)
+    if calls[0].kind == "all_gather":
+        for call in calls:
+            if len(call.received) == len(calls) * len(call.sent):
+                wanted = [x.numel() for x in call.received[: len(calls)]]
+                if wanted != [other.sent[0].numel() for other in calls]:
+                    raise Mismatch("ranks of a group gather other sizes than are sent", told)
+    if calls[0].kind == "all_to_all":
+        for k, call in enumerate(calls):
+            for j, other in enumerate(calls):
+                if call.sent[j].numel() != other.received[k].numel():
+                    raise Mismatch(
+                        f"rank {meeting.ranks[k]} sends {call.sent[j].numel()} elements to rank "
+                        f"{meeting.ranks[j]}, which takes {other.received[k].numel()}",
+                        told,
+                    )
+
+
+def _alike(calls: list[CollectiveCall]) -> bool:
+    """Whether all ranks give the same values, and not only zeros or one number."""
+    first = calls[0].given
+    if not first or any(len(call.given) != len(first) for call in calls):
+        return False
+    for k, one in enumerate(first):
+        if any(other.given[k].shape != one.shape for other in calls):
+            return False
+        if any(not np.allclose(call.given[k].values, one.values, rtol=1e-9, atol=0) for call in calls):
+            return False
+    return any(np.ptp(one.values) > 0 for one in first)
+
+
+def _results(calls: list[CollectiveCall]) -> list[list[torch.Tensor]]:
+    """What every rank receives."""
+    kind, ways = calls[0].kind, len(calls)
+    if kind == "barrier":
+        return [[] for _ in calls]
+    if kind in ("all_reduce", "reduce"):
+        sums = [_reduced([c.sent[i] for c in calls], calls[0].reduction) for i in range(len(calls[0].sent))]
+        return [sums if kind == "all_reduce" or calls[0].root == k else [] for k in range(ways)]
+    if kind == "broadcast":
+        return [list(calls[calls[0].root or 0].sent)] * ways
+    if kind == "all_gather":
+        every = [c.sent[i] for i in range(len(calls[0].sent)) for c in calls]
+        return [every] * ways
+    if kind == "gather":
+        return [[c.sent[0] for c in calls] if calls[0].root == k else [] for k in range(ways)]
+    if kind == "scatter":
+        root = calls[calls[0].root or 0]
+        return [[root.sent[k]] for k in range(ways)]
+    if kind == "reduce_scatter":
+        return [
+            [
+                _reduced([c.sent[i * ways + k] for c in calls], calls[0].reduction)
+                for i in range(len(calls[k].received))
+            ]
+            for k in range(ways)
+        ]
+    if kind == "all_to_all":
+        return [[c.sent[k] for c in calls] for k in range(ways)]
+    raise NotImplementedError(f"collective {kind}")
+
+
+def _reduced(parts: list[torch.Tensor], reduction: str) -> torch.Tensor:
+    stacked = torch.stack(parts)
+    if reduction in _SUMS:
+        total = stacked.sum(0) if stacked.dtype is not torch.bool else stacked.any(0)
+        return total / len(parts) if reduction == "avg" else total
+    if reduction == "max":
+        return stacked.amax(0)
+    if reduction == "min":
+        return stacked.amin(0)
+    if reduction == "product":
+        return stacked.prod(0)
+    raise NotImplementedError(f"reduction {reduction}")
+
+
+def _write(target: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.detach().copy_(value.reshape(target.shape).to(target.dtype))
+
+
+def _dtype(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

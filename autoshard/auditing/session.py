@@ -1,0 +1,286 @@
+"""``autoshard.audit``: one-device model and ranks in one process, and what differs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from autoshard.auditing.checkpoint import clear, findings_of, loaded, parts_of
+from autoshard.auditing.diagnose import diagnose
+from autoshard.auditing.endings import stops
+from autoshard.auditing.findings import AuditReport
+from autoshard.auditing.rank_threads import RankEnd, RankThreads
+from autoshard.auditing.recording import Recorder
+from autoshard.auditing.rendezvous import Rendezvous
+from autoshard.auditing.state import Elements, Held, make_distinct, restorer, same_values
+from autoshard.auditing.step import run_step
+from autoshard.cluster import Mesh
+from autoshard.errors import UsageError, VerificationError
+from autoshard.interop.targets import find_callable
+from autoshard.torch_adapters.threaded_groups import join_world, leave_world, new_store, threads_are_ranks
+
+Step = Callable[..., Any]
+
+
+class audit:
+    """Compare the steps of parallel ranks with the step of one device, in this process.
+
+        with autoshard.audit(reference=model, mesh="dp=2,tp=2", batch=batch) as a:
+            a.rank(lambda model: train_step(parallel(model), my_part_of(batch)))
+        a.check()
+
+    Inside, ``torch.distributed`` is initialised on every rank (a thread each, one at a time), floating
+    numbers are float64, and every element of the reference has a value of its own, so that what a rank holds
+    of it is read from its values. Ranks must take their parameters from the reference: from the copy that
+    their function gets, or from ``reference`` itself.
+
+    Args:
+        reference: the model of one device.
+        mesh: axes and sizes, for instance ``dp=2,tp=2``; rank numbers are row-major over them.
+        batch: what the default step calls the reference with (a dict of keywords, a tuple, or one value).
+        step: what one device does, ``step(model)``; by default the model is called, and backward runs from
+        its loss. tolerance: largest relative error of a gradient; by default 1e-6, more where either side
+        computes in fewer bits. seed: of random numbers of the reference and of each rank.
+
+    Raises:
+        UsageError: the mesh or the step cannot be.
+    """
+
+    def __init__(
+        self,
+        reference: nn.Module,
+        mesh: str | Mesh,
+        *,
+        batch: Any = None,
+        step: Step | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+        if step is None and batch is None:
+            raise UsageError(
+                "an audit needs the step of one device",
+                hint="give batch=..., or step=lambda model: loss(model, batch).backward()",
+            )
+        self._model, self._batch, self._step = reference, batch, step
+        self._tolerance, self._seed = tolerance, seed
+        self._reports: list[AuditReport] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> audit:
+        default, undo, numbers = torch.get_default_dtype(), restorer(self._model), torch.get_rng_state()
+
+        def restore() -> None:
+            torch.set_default_dtype(default)
+            torch.set_rng_state(numbers)
+            undo()
+
+        self._undo.append(restore)
+        torch.set_default_dtype(torch.float64)
+        self._model.double()
+        make_distinct(self._model, self._seed)
+        self._batch = tree_map_only(torch.Tensor, _widened, self._batch)
+        try:
+            self._run_reference()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def rank(self, function: Step) -> AuditReport:
+        """Run a rank's step on all ranks, and compare.
+
+        Args:
+            function: called on every rank, with a copy of the reference if it takes an argument.
+
+        Returns:
+            the report of this step; `report` and `check` speak of all.
+        """
+        if not self._undo:
+            raise UsageError(
+                "a rank's step runs inside the audit", hint="with autoshard.audit(...) as a: a.rank(...)"
+            )
+        size = self.mesh.world_size
+        recorders = [Recorder() for _ in range(size)]
+        held: list[list[Held]] = [[] for _ in range(size)]
+
+        def main(rank: int) -> None:
+            held[rank] = run_step(self._given(function), self.elements, recorders[rank])
+
+        ends, messages = self._run(self.mesh, recorders, main)
+        report = diagnose(
+            self.mesh,
+            self.elements,
+            self._held,
+            held,
+            [self._recorder, *recorders],
+            ends,
+            messages,
+            self._tolerance,
+        )
+        self._reports.append(report)
+        return report
+
+    def checkpoint(
+        self,
+        build: Callable[[nn.Module], nn.Module],
+        save: Callable[[nn.Module, str], None],
+        load: Callable[[nn.Module, str], None],
+        mesh: str | Mesh | None = None,
+    ) -> AuditReport:
+        """Save on all ranks, load on the ranks of another mesh, and compare every element with the reference.
+
+        Args:
+            build: makes a rank's model of its copy of the reference.
+            save: ``save(model, folder)`` of a rank. The folder is all ranks'.
+            load: ``load(model, folder)`` into a model whose parameters have no values yet.
+            mesh: of the ranks that load; by default those that saved.
+        """
+        other = Mesh.parse(mesh) if isinstance(mesh, str) else mesh or self.mesh
+        wrong: list[list[tuple[str, int, int]]] = [[] for _ in range(other.world_size)]
+        reports = []
+        with TemporaryDirectory() as folder:
+
+            def saving(rank: int) -> None:
+                save(self._given(build)(), folder)
+
+            def loading(rank: int) -> None:
+                model = self._given(build)()
+                parts = parts_of(model, self.elements)
+                clear(parts)
+                load(model, folder)
+                wrong[rank] = loaded(parts, self.elements)
+
+            for ranks, main in ((self.mesh, saving), (other, loading)):
+                recorders = [Recorder() for _ in range(ranks.world_size)]
+                reports.append(stops(*self._run(ranks, recorders, main)))
+                if reports[-1]:
+                    break
+        found = [finding for each in reports for finding in each] or findings_of(wrong, str(other))
+        text = f"{self.mesh} saved, {other} loaded"
+        report = AuditReport(text, tuple(found), (), len(self.elements.names), 0, 0.0, 1e-6)
+        self._reports.append(report)
+        return report
+
+    def _given(self, function: Step) -> Callable[[], Any]:
+        """A rank's function, with a copy of the reference if it takes one."""
+        if not inspect.signature(function).parameters:
+            return function
+        model = copy.deepcopy(self._model)
+        return lambda: function(model)
+
+    def _run(
+        self, mesh: Mesh, recorders: list[Recorder], function: Callable[[int], None]
+    ) -> tuple[list[RankEnd], Rendezvous]:
+        """Run a function as every rank of a mesh."""
+        if not self._undo:
+            raise UsageError("ranks run inside the audit", hint="with autoshard.audit(...) as a: a.rank(...)")
+        threads = RankThreads(mesh.world_size)
+        messages, store = Rendezvous(threads, recorders), new_store()
+
+        def main(rank: int) -> None:
+            torch.manual_seed(self._seed)
+            join_world(rank, mesh.world_size, store)
+            try:
+                function(rank)
+            finally:
+                leave_world()
+
+        with threads_are_ranks():
+            ends = threads.run(main, exchange=messages)
+        if not any(end.error for end in ends) and not same_values(self._model, self.elements):
+            raise UsageError(
+                "the ranks changed the reference itself",
+                why="they share it: each has to make its parameters of a copy",
+                hint="give a function that takes the copy: a.rank(lambda model: ...)",
+            )
+        return ends, messages
+
+    def report(self) -> str:
+        """What was found, as text."""
+        return "\n".join(report.text() for report in self._reports)
+
+    def check(self) -> None:
+        """Raise VerificationError if ranks differ from the reference.
+
+        Raises:
+            VerificationError: with the report.
+            UsageError: no rank's step was run.
+        """
+        if not self._reports:
+            raise UsageError("nothing was audited", hint="call a.rank(...) inside the audit")
+        if not all(report.ok for report in self._reports):
+            first = next(r.findings[0] for r in self._reports if not r.ok)
+            raise VerificationError(
+                "the ranks do not compute what the reference computes",
+                where=first.lines[0] if first.lines else "",
+                why=self.report(),
+            )
+
+    def _run_reference(self) -> None:
+        self.elements = Elements.of(self._model)
+        self._recorder = Recorder(keeps_values=True)
+        model = copy.deepcopy(self._model)
+        torch.manual_seed(self._seed)
+        self._held = run_step(
+            lambda: (self._step or self._default_step)(model), self.elements, self._recorder
+        )
+        if all(h.gradient is None for h in self._held):
+            raise UsageError("the reference's step leaves no gradients", hint="it runs backward itself")
+
+    def _default_step(self, model: nn.Module) -> None:
+        batch = self._batch
+        if isinstance(batch, Mapping):
+            out = model(**batch)
+        else:
+            out = model(*batch) if isinstance(batch, tuple) else model(batch)
+        loss = getattr(out, "loss", None)
+        loss = out if loss is None else loss
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise UsageError("the reference returns no loss", hint="give step=lambda model: ....backward()")
+        loss.backward()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def audit_target(target: str, mesh: str, *, tolerance: float | None = None, seed: int = 0) -> AuditReport:
+    """Audit what a target builds: ``(model, step, rank_step)``, both steps called with a model.
+
+    Raises UsageError if it returns something else.
+    """
+    ranks = Mesh.parse(mesh)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # also of tensors that the file itself makes
+    torch.manual_seed(seed)
+    try:
+        built = find_callable(target)()
+    finally:
+        torch.set_default_dtype(default)
+    if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module)):
+        raise UsageError(
+            f"{target} does not return (model, step, rank_step)",
+            why=f"it returns {type(built).__name__}",
+            hint="step(model) is what one device does, rank_step(model) what a rank does with a copy of it",
+        )
+    model, step, rank_step = built
+    with audit(model, ranks, step=step, tolerance=tolerance, seed=seed) as session:
+        return session.rank(rank_step)

@@ -1,0 +1,126 @@
+"""Which elements of the reference's parameters a rank holds, read from their values.
+
+An audit gives every element of the reference a value of its own. A rank that takes its parameters from the
+reference, in whatever layout (DTensors, flat buffers, interleaved heads, padded rows), tells by its values
+what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+#: relative size of the noise that makes values differ
+_NOISE = 1e-3
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, in memory."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """A rank's values in float64, one dim."""
+    values: np.ndarray = local(tensor).to(torch.float64).reshape(-1).numpy(force=True).copy()
+    return values
+
+
+def make_distinct(model: nn.Module, seed: int) -> None:
+    """Add noise to the parameters until no value stands twice. They are float64."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = float(parameter.abs().mean()) or 0.02
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise * (_NOISE * scale if float(parameter.std()) else 0.05 * scale))
+
+
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """What gives a model its present parameters and buffers back."""
+    kept = [
+        (slots, key, tensor, tensor.detach().clone())
+        for module in model.modules()
+        for slots in cast("list[dict[str, torch.Tensor | None]]", [module._parameters, module._buffers])
+        for key, tensor in slots.items()
+        if tensor is not None
+    ]
+
+    def restore() -> None:
+        for slots, key, tensor, values in kept:
+            tensor.data = values
+            slots[key] = tensor
+
+    return restore
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of all parameters of the reference, one after the other.
+
+    names: of parameters; starts: first element of each, and the end.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: np.ndarray
+    values: np.ndarray
+    _sorted: np.ndarray
+    _order: np.ndarray
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Elements:
+        """Those of a model."""
+        named = dict(model.named_parameters())
+        arrays = [array(p) for p in named.values()]
+        values = np.concatenate(arrays) if arrays else np.zeros(0)
+        order = np.argsort(values, kind="stable")
+        return cls(
+            tuple(named),
+            tuple(tuple(p.shape) for p in named.values()),
+            np.cumsum([0, *map(len, arrays)]),
+            values,
+            values[order],
+            order,
+        )
+
+    def held(self, values: np.ndarray) -> np.ndarray:
+        """The element that each value is, -1 where it is none."""
+        at = np.searchsorted(self._sorted, values).clip(max=max(len(self._sorted) - 1, 0))
+        if not len(self._sorted):
+            return np.full(len(values), -1)
+        return np.where(self._sorted[at] == values, self._order[at], -1)
+
+    def slice_of(self, number: int) -> slice:
+        """The elements of a parameter."""
+        return slice(int(self.starts[number]), int(self.starts[number + 1]))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of a rank. elements: of the reference, -1 where none. gradient, after: its values, or None.
+
+    writer: the record that wrote the gradient last.
+    """
+
+    name: str
+    elements: np.ndarray
+    trained: bool
+    gradient: np.ndarray | None = None
+    after: np.ndarray | None = None
+    writer: int | None = None
+
+
+def same_values(model: nn.Module, elements: Elements) -> bool:
+    """Whether a model still has the values that its elements were read from."""
+    arrays = [array(p) for p in model.parameters()]
+    return np.array_equal(np.concatenate(arrays) if arrays else np.zeros(0), elements.values)

@@ -1,0 +1,91 @@
+"""One step, of the reference or of a rank, and what it leaves: gradients where the optimizer takes them,
+parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard.auditing.recording import Recorder, Recording
+from autoshard.auditing.state import Elements, Held, array, local
+
+
+@dataclass
+class StepWatch:
+    """Sees the modules that a thread calls, and its optimizers' steps.
+
+    Modules are looked at when one is first called, before FSDP gathers what it has.
+    """
+
+    elements: Elements
+    recorder: Recorder
+    found: dict[int, tuple[nn.Parameter, Held]] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+    _seen: set[int] = field(default_factory=set)
+    _thread: int = field(default_factory=get_ident)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks of torch for all modules and optimizers; they do nothing in other threads."""
+        hooks = (
+            register_module_forward_pre_hook(self._called),
+            register_optimizer_step_pre_hook(self._step),
+        )
+        try:
+            with Recording(self.recorder):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def result(self) -> list[Held]:
+        """What the rank has at the end of its step."""
+        with self.recorder.pause():
+            self._take([p for p, _ in self.found.values() if id(p) not in self.taken])
+            return [replace(held, after=array(p)) for p, held in self.found.values()]
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        if get_ident() != self._thread or id(module) in self._seen:
+            return
+        with self.recorder.pause():
+            for name, child in module.named_modules():
+                if id(child) in self._seen:
+                    continue
+                self._seen.add(id(child))
+                for key, p in child.named_parameters(recurse=False):
+                    if id(p) not in self.found:
+                        full = f"{name}.{key}" if name else key
+                        held = Held(full, self.elements.held(array(p)), p.requires_grad)
+                        self.found[id(p)] = (p, held)
+
+    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if get_ident() == self._thread:
+            with self.recorder.pause():
+                self._take([p for group in optimizer.param_groups for p in group["params"]])
+
+    def _take(self, parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            if id(p) not in self.found or id(p) in self.taken:
+                continue
+            self.taken.add(id(p))
+            gradient = getattr(p, "main_grad", None) if p.grad is None else p.grad
+            if gradient is not None:
+                known, held = self.found[id(p)]
+                writer = self.recorder.writer(local(gradient))
+                self.found[id(p)] = (known, replace(held, gradient=array(gradient), writer=writer))
+
+
+def run_step(step: Callable[[], Any], elements: Elements, recorder: Recorder) -> list[Held]:
+    """Run a step of this thread. Returns its parameters as it left them."""
+    watch = StepWatch(elements, recorder)
+    with watch.watching():
+        step()
+    return watch.result()

@@ -1,0 +1,264 @@
+"""`autoshard.audit`: ranks as threads, what they hold, how their ends are told, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import cases_tensor as nets
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
+
+import autoshard
+from autoshard.auditing.findings import AuditReport
+from autoshard.cli.main import app
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "audit.py"
+
+
+def stepped(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> None:
+    """Forward, backward, clipping, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(tokens, labels).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def one_device(model: nets.Net) -> None:
+    stepped(model, nets.TOKENS, nets.LABELS)
+
+
+def own(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a batch."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def with_ddp(model: nets.Net) -> None:
+    stepped(DistributedDataParallel(model), own(nets.TOKENS), own(nets.LABELS))
+
+
+def with_fsdp(model: nets.Net) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    stepped(model, own(nets.TOKENS), own(nets.LABELS))
+
+
+def with_tensor_parallel(model: nets.Net) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    model(nets.TOKENS, nets.LABELS).backward()
+
+
+class Stage(nn.Module):
+    """The first or the second half of the net."""
+
+    def __init__(self, net: nets.Net, first: bool) -> None:
+        super().__init__()
+        self.words, self.head = (net.words, None) if first else (None, net.head)
+        self.layer = net.layers[0 if first else 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.words is None else self.words(x)
+        x = x + self.layer.down(F.gelu(self.layer.up(self.layer.norm(x))))
+        return x if self.head is None else self.head(x)
+
+
+def with_stages(model: nets.Net) -> None:
+    rank = dist.get_rank()
+    stage = PipelineStage(Stage(model, rank == 0), rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()))
+    schedule.step(nets.TOKENS) if rank == 0 else schedule.step(target=nets.LABELS)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rank_step"),
+    [("dp=4", with_ddp), ("fsdp=4", with_fsdp), ("tp=2", with_tensor_parallel), ("pp=2", with_stages)],
+)
+def test_parallel_code_of_torch_equals_one_device(mesh: str, rank_step: object) -> None:
+    step = one_device if mesh in ("dp=4", "fsdp=4") else nets.one_device
+    with autoshard.audit(nets.Net(), mesh, step=step) as audit:
+        audit.rank(rank_step)  # type: ignore[arg-type]
+    audit.check()
+
+
+def ended(rank_step: object) -> AuditReport:
+    """The audit of two ranks that do not come to their end."""
+    with autoshard.audit(nets.Net(), "dp=2", step=nets.one_device) as audit:
+        report = audit.rank(rank_step)  # type: ignore[arg-type]
+    with pytest.raises(autoshard.VerificationError, match="do not compute"):
+        audit.check()
+    return report
+
+
+def test_ranks_that_wait_forever_are_told_with_their_lines() -> None:
+    def rank_step() -> None:
+        rank = dist.get_rank()
+        received = torch.zeros(3)
+        dist.recv(received, src=1 - rank)
+        dist.send(received, dst=1 - rank)
+
+    finding = ended(rank_step).findings[0]
+    assert finding.kind == "deadlock"
+    assert finding.ranks == (0, 1)
+    line = rank_step.__code__.co_firstlineno + 3
+    assert finding.lines == (f"{finding.lines[0].rpartition(':')[0]}:{line}",)
+    assert "rank 0 waits for a message from rank 1" in finding.text()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    def rank_step() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3))
+
+    assert "ranks 1 never come to all_reduce(sum)" in ended(rank_step).text()
+
+
+def test_unequal_collectives_are_named() -> None:
+    def rank_step() -> None:
+        op = dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM
+        dist.all_reduce(torch.ones(3), op)
+
+    finding = ended(rank_step).findings[0]
+    assert (finding.kind, finding.what) == ("collective", "ranks of a group reduce in different ways")
+
+
+def test_what_a_rank_raises_is_a_finding() -> None:
+    def rank_step() -> None:
+        dist.barrier()
+        if dist.get_rank():
+            raise ValueError("no such expert")
+        dist.barrier()
+
+    finding = ended(rank_step).findings[0]
+    assert "rank 1 raised ValueError: no such expert" in finding.what
+    assert finding.lines[0].endswith(f":{rank_step.__code__.co_firstlineno + 3}")
+
+
+def test_ranks_have_their_random_numbers_and_variables() -> None:
+    import os
+
+    seen: dict[int, list[object]] = {0: [], 1: []}
+
+    def rank_step(model: nets.Net) -> None:
+        rank = dist.get_rank()
+        for _ in range(2):
+            seen[rank].append((os.environ["RANK"] == str(rank), torch.rand(()).item()))
+            dist.barrier()
+        nets.one_device(model)
+
+    with autoshard.audit(nets.Net(), "dp=2", step=nets.one_device) as audit:
+        audit.rank(rank_step)
+    audit.check()
+    assert seen[0] == seen[1]
+    assert all(right for right, _ in seen[0])  # type: ignore[misc]
+
+
+def test_the_reference_is_left_as_it_was() -> None:
+    model, hook, numbers = nets.Net().bfloat16(), sys.excepthook, torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with autoshard.audit(model, "tp=2", step=nets.one_device) as audit:
+        audit.rank(lambda copy: nets.layers(copy, ""))
+    audit.check()
+    after = model.state_dict()
+    assert all(
+        torch.equal(before[name], after[name]) and after[name].dtype is torch.bfloat16 for name in before
+    )
+    assert torch.get_default_dtype() is torch.float32
+    assert sys.excepthook is hook
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert not dist.is_initialized()
+
+
+def test_ranks_that_share_the_reference_are_refused() -> None:
+    model = nets.Net()
+
+    def rank_step() -> None:
+        with torch.no_grad():
+            model.head.weight.zero_()
+
+    with (
+        pytest.raises(autoshard.UsageError, match="changed the reference"),
+        autoshard.audit(model, "dp=2", step=nets.one_device) as audit,
+    ):
+        audit.rank(rank_step)
+
+
+def test_wrong_use_is_refused() -> None:
+    with pytest.raises(autoshard.UsageError, match="step of one device"):
+        autoshard.audit(nets.Net(), "dp=2")
+    with (
+        pytest.raises(autoshard.UsageError, match="no gradients"),
+        autoshard.audit(nets.Net(), "dp=2", step=id),
+    ):
+        pass
+    audit = autoshard.audit(nets.Net(), "dp=2", step=nets.one_device)
+    with pytest.raises(autoshard.UsageError, match="inside the audit"):
+        audit.rank(nets.one_device)
+    with pytest.raises(autoshard.UsageError, match="nothing was audited"):
+        audit.check()
+
+
+def sharded(model: nets.Net) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def saved_by_name(model: nn.Module, folder: str) -> None:
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+
+def loaded_by_name(model: nn.Module, folder: str) -> None:
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+
+
+def saved_by_rank(model: nn.Module, folder: str) -> None:
+    state = {name: value.to_local() for name, value in model.state_dict().items()}
+    torch.save(state, f"{folder}/{dist.get_rank()}.pt")
+
+
+def loaded_by_rank(model: nn.Module, folder: str) -> None:
+    state = torch.load(f"{folder}/{dist.get_rank() % 2}.pt")
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.to_local().copy_(state[name][: len(value.to_local())])
+
+
+def test_checkpoints_are_followed_to_another_mesh() -> None:
+    with autoshard.audit(nets.Net(), "fsdp=2", step=nets.one_device) as audit:
+        assert audit.checkpoint(sharded, saved_by_name, loaded_by_name, "fsdp=4").ok
+        assert audit.checkpoint(sharded, saved_by_rank, loaded_by_rank).ok
+        report = audit.checkpoint(sharded, saved_by_rank, loaded_by_rank, "fsdp=4")
+    finding = next(f for f in report.findings if f.names == ("head.weight",))
+    assert finding.ranks == (1, 2, 3)
+    assert "32 of 32 elements on rank 1" in finding.what
+
+
+def test_the_example_prints_what_the_guide_shows() -> None:
+    run = CliRunner().invoke(app, ["audit", f"{EXAMPLE}:build", "--ranks", "dp=2,tp=2"])
+    assert run.exit_code == autoshard.VerificationError.exit_code, run.output
+    guide = (EXAMPLE.parents[1] / "docs" / "guides" / "audit.md").read_text()
+    shown = guide.split("```\n")[3].replace("examples/audit.py", "audit.py")
+    printed = run.stdout.replace(str(EXAMPLE), "audit.py").replace("examples/audit.py", "audit.py")
+    assert shown.strip() in printed.replace("../", "")
+
+
+def test_the_command_gives_one_document() -> None:
+    arguments = ["audit", f"{EXAMPLE}:build", "--ranks", "dp=2,tp=2", "--json"]
+    document = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert document["ok"] is False
+    assert document["findings"][0]["factor"] == pytest.approx(2)
+    run = CliRunner().invoke(app, ["audit", f"{EXAMPLE}:one_device_step", "--ranks", "dp=2"])
+    assert run.exit_code != 0
