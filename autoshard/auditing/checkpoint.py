@@ -15,7 +15,7 @@ from autoshard.auditing.state import Elements, Held, array, local
 
 def parts_of(model: nn.Module, elements: Elements) -> list[tuple[nn.Parameter, Held]]:
     """The parameters of a rank's model, and what they hold."""
-    return [(p, Held(name, elements.held(array(p)), p.requires_grad)) for name, p in model.named_parameters()]
+    return [(p, Held(name, elements.held(array(p)))) for name, p in model.named_parameters()]
 
 
 def clear(parts: Sequence[tuple[nn.Parameter, Held]]) -> None:

@@ -13,7 +13,7 @@ from autoshard.auditing.held_state import strangers, uncovered, updates
 from autoshard.auditing.rank_threads import RankEnd
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.rendezvous import Rendezvous
-from autoshard.auditing.state import Elements, Held
+from autoshard.auditing.state import Elements, Held, add_partials
 from autoshard.cluster import Mesh
 
 #: by the narrowest type that anything was computed in
@@ -32,13 +32,14 @@ def diagnose(
     tolerance: float | None,
 ) -> AuditReport:
     """All findings. recorders: of the reference, then of the ranks."""
+    ranks = add_partials(ranks)
     tolerance = tolerance or _tolerance(recorders)
     findings = stops(ends, messages)
     notes: list[str] = []
     worst = 0.0
     if not findings:
         findings += unread(messages)
-        findings += uncovered(elements, reference, ranks)
+        findings += uncovered(elements, reference, ranks, recorders[1:])
         differences, worst = compare_gradients(mesh, elements, reference, ranks, tolerance)
         findings += gradient_findings(mesh, differences, elements, ranks, recorders)
         if not findings:

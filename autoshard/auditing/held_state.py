@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
 from autoshard.auditing.findings import AuditFinding
+from autoshard.auditing.locate import lines_of
+from autoshard.auditing.recording import Recorder
 from autoshard.auditing.state import Elements, Held
 
 
-def uncovered(elements: Elements, reference: list[Held], ranks: list[list[Held]]) -> list[AuditFinding]:
+def uncovered(
+    elements: Elements, reference: list[Held], ranks: list[list[Held]], recorders: Sequence[Recorder]
+) -> list[AuditFinding]:
     """Elements of the reference that no rank holds."""
     covered = np.zeros(len(elements.values), bool)
     for held in ranks:
@@ -28,7 +33,16 @@ def uncovered(elements: Elements, reference: list[Held], ranks: list[list[Held]]
         else:
             where = _places(rows, elements.shapes[number])
             what = f"no rank holds {len(rows)} of {len(part)} elements of {name}: {where}"
-        out.append(AuditFinding("state", what, names=(name,)))
+        lines = lines_of(
+            [
+                recorder.records[k]
+                for held, recorder in zip(ranks, recorders, strict=True)
+                for h in held
+                for k in (h.made, h.used)
+                if k is not None and number in elements.parameters_of(h.elements)
+            ]
+        )
+        out.append(AuditFinding("state", what, names=(name,), lines=lines))
     return out
 
 
@@ -61,50 +75,45 @@ def updates(
     wanted, gradient = spread(reference, total, "after"), spread(reference, total, "gradient")
     size = float(np.nanmax(np.abs(gradient), initial=0.0))
     counted = np.abs(gradient) > _ROUNDING * size
-    out = []
+    after = [spread(held, total, "after") for held in ranks]
+    alike: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
     for number, name in enumerate(elements.names):
         part = elements.slice_of(number)
         moved = float(
             np.nanmax(np.abs(wanted[part] - elements.values[part]), initial=0.0, where=counted[part])
         )
         wrong = []
-        for rank, held in enumerate(ranks):
-            have = spread(held, total, "after")[part]
-            error = np.abs(have - wanted[part])
-            here = counted[part] & ~np.isnan(have)
+        for rank, have in enumerate(after):
+            error = np.abs(have[part] - wanted[part])
+            here = counted[part] & ~np.isnan(have[part])
             if here.any() and float(error[here].max()) > 100 * tolerance * max(moved, _ROUNDING):
                 wrong.append(rank)
         if wrong:
-            how = (
-                "is not changed by the step"
-                if _unchanged(elements, ranks[wrong[0]], part)
-                else "is another after the step"
-            )
-            out.append(
-                AuditFinding(
-                    "parameter",
-                    f"{name} {how}, though its gradient is the reference's",
-                    (name,),
-                    tuple(wrong),
-                )
-            )
-    return out
+            values, known = after[wrong[0]][part], ~np.isnan(after[wrong[0]][part])
+            changed = bool((values[known] != elements.values[part][known]).any())
+            alike.setdefault((changed, tuple(wrong)), []).append(name)
+    lines = tuple(dict.fromkeys(h.stepped for held in ranks for h in held if h.stepped))[:3]
+    return [_update_finding(names, changed, wrong, lines) for (changed, wrong), names in alike.items()]
+
+
+def _update_finding(
+    names: list[str], changed: bool, ranks: tuple[int, ...], lines: tuple[str, ...]
+) -> AuditFinding:
+    one = len(names) == 1
+    subject = names[0] if one else f"{len(names)} parameters, {names[0]} and so on,"
+    verb = ("is" if one else "are") + (" another after the step" if changed else " not changed by the step")
+    what = f"{subject} {verb}, though gradients are the reference's"
+    return AuditFinding("parameter", what, tuple(names), ranks, lines)
 
 
 #: relative size below which a gradient is rounding
 _ROUNDING = 1e-8
 
 
-def _unchanged(elements: Elements, held: list[Held], part: slice) -> bool:
-    have = spread(held, len(elements.values), "after")[part]
-    known = ~np.isnan(have)
-    return bool((have[known] == elements.values[part][known]).all())
-
-
 def spread(held: list[Held], total: int, what: str) -> np.ndarray:
     """Values over the elements of the reference, NaN where there are none."""
     out = np.full(total, np.nan)
-    for each in held:
+    for each in sorted(held, key=lambda each: each.in_module):  # what modules have counts
         values = getattr(each, what)
         if values is not None:
             known = each.elements >= 0
@@ -115,6 +124,6 @@ def spread(held: list[Held], total: int, what: str) -> np.ndarray:
 def held_elements(held: list[Held], total: int) -> np.ndarray:
     out = np.zeros(total, bool)
     for each in held:
-        if each.trained:
+        if each.in_module:
             out[each.elements[each.elements >= 0]] = True
     return out

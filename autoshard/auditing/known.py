@@ -1,4 +1,4 @@
-"""Which values of a rank are the reference's: whole, a part of it, a multiple, or adding up to it over
+"""Which values of a rank are the reference's: all of one, a part, a multiple, or adding up to it over
 ranks."""
 
 from __future__ import annotations
@@ -11,73 +11,77 @@ from math import prod
 import numpy as np
 
 from autoshard.auditing.recording import OpRecord, Recorder
+from autoshard.auditing.state import Elements
 from autoshard.cluster import Mesh
 
-#: values of a sample that are looked up
-_LOOKED_UP = 8
 _RTOL = 1e-8
-#: of one value, more results of the reference than this tell nothing
-_MOST = 64
+#: what values are scaled by beside the sizes of axes: counts of microbatches, mostly
+_COUNTS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a result is the reference's: summed over axes, it is the multiple ``1 / scale`` of one."""
+
+    scale: float = 1.0
+    axes: tuple[int, ...] = ()
+
+
+#: of a result whose values are all equal, which tells nothing
+PLAIN = Form()
 
 
 @dataclass
 class ReferenceValues:
-    """All values that the reference computes, and the records of the ranks that are asked about."""
+    """All values that the reference has or computes, and the records of the ranks that are asked about."""
 
     mesh: Mesh
     records: Sequence[Sequence[OpRecord]]
+    scales: tuple[float, ...]
     _values: np.ndarray
-    _results: np.ndarray
-    _memo: dict[tuple[int, int], bool] = field(default_factory=dict)
+    _memo: dict[tuple[int, int], Form | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, mesh: Mesh, reference: Recorder, ranks: Sequence[Recorder]) -> ReferenceValues:
-        """From a reference that kept its values."""
-        arrays = [x.reshape(-1).double().numpy(force=True) for x in reference.values]
+    def of(
+        cls, mesh: Mesh, elements: Elements, reference: Recorder, ranks: Sequence[Recorder]
+    ) -> ReferenceValues:
+        """From the parameters of a reference, and a recorder that kept its values."""
+        arrays = [elements.values[elements.slice_of(k)] for k in range(len(elements.names))]
+        arrays += [x.reshape(-1).double().numpy(force=True) for x in reference.values]
         values = np.concatenate(arrays) if arrays else np.zeros(0)
-        results = np.repeat(np.arange(len(arrays)), [len(a) for a in arrays])
-        order = np.argsort(values, kind="stable")
-        return cls(mesh, [r.records for r in ranks], values[order], results[order])
+        return cls(mesh, [r.records for r in ranks], _scales(mesh), np.sort(values[np.isfinite(values)]))
 
-    def is_known(self, rank: int, record: OpRecord) -> bool:
-        """Whether a result is one of the reference, or tells nothing (all its values are equal)."""
+    def form(self, rank: int, record: OpRecord) -> Form | None:
+        """How a result is the reference's, None if it is not."""
         key = (rank, record.number)
         if key not in self._memo:
-            self._memo[key] = any(self._matches(values) for values in self._forms(rank, record))
+            self._memo[key] = self._form(rank, record)
         return self._memo[key]
 
-    def _forms(self, rank: int, record: OpRecord) -> Iterator[np.ndarray]:
-        """A result's values, times what ranks may scale by, and summed over axes."""
+    def _form(self, rank: int, record: OpRecord) -> Form | None:
         if not record.samples:
-            return
+            return None
         values = record.samples[0].values
-        if np.ptp(values) == 0:
-            yield np.zeros(0)
-            return
-        sizes = [n for n in self.mesh.sizes if n > 1]
-        factors = {prod(some) for count in range(len(sizes) + 1) for some in combinations(sizes, count)}
-        scales = sorted({float(f) for f in factors} | {1 / f for f in factors}, key=lambda f: abs(f - 1))
-        for scale in scales:
-            yield values * scale
-        for total in self._sums(rank, record):
+        if not np.isfinite(values).any() or (np.ptp(values) == 0 and (len(values) > 1 or not values[0])):
+            return PLAIN
+        scales = self.scales if len(values) > 1 else self.scales[:1]
+        for axes, total in ((), values), *self._sums(rank, record):
             for scale in scales:
-                yield total * scale
+                if self._matches(total * scale):
+                    return Form(scale, axes)
+        return None
 
-    def _sums(self, rank: int, record: OpRecord) -> Iterator[np.ndarray]:
+    def _sums(self, rank: int, record: OpRecord) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        """The values summed over axes."""
         coords = self.mesh.coords(rank)
         for count in range(1, len(self.mesh.names) + 1):
             for axes in combinations(range(len(self.mesh.names)), count):
-                ranks = [
-                    k
-                    for k in range(self.mesh.world_size)
-                    if all(
-                        c == d or i in axes
-                        for i, (c, d) in enumerate(zip(self.mesh.coords(k), coords, strict=True))
-                    )
-                ]
+                fixed = [k for k in range(len(coords)) if k not in axes]
+                there = [(k, self.mesh.coords(k)) for k in range(self.mesh.world_size)]
+                ranks = [k for k, at in there if all(at[i] == coords[i] for i in fixed)]
                 same = [self._same(k, record) for k in ranks]
                 if len(ranks) > 1 and all(s is not None for s in same):
-                    yield np.sum([s for s in same if s is not None], axis=0)
+                    yield axes, np.sum([s for s in same if s is not None], axis=0)
 
     def _same(self, rank: int, record: OpRecord) -> np.ndarray | None:
         """The values of what another rank computes at the same place of its program."""
@@ -89,19 +93,19 @@ class ReferenceValues:
         return other.samples[0].values if alike else None
 
     def _matches(self, values: np.ndarray) -> bool:
-        """Whether one result of the reference has all these values."""
-        told = values[np.flatnonzero(np.abs(values) > 1e-12)][:_LOOKED_UP]
+        """Whether the reference has all these values, each to more digits than two values share by chance."""
+        told = values[np.isfinite(values) & (np.abs(values) > 1e-12)]
         if len(told) < min(2, len(values)):
-            return len(values) == 0
+            return False
         room = np.abs(told) * _RTOL
         first = np.searchsorted(self._values, told - room, side="left")
-        last = np.searchsorted(self._values, told + room, side="right")
-        results: set[int] | None = None
-        for a, b in zip(first, last, strict=True):
-            if b - a > _MOST:
-                continue
-            here = set(self._results[a:b].tolist())
-            results = here if results is None else results & here
-            if not results:
-                return False
-        return bool(results)
+        return bool((np.searchsorted(self._values, told + room, side="right") > first).all())
+
+
+def _scales(mesh: Mesh) -> tuple[float, ...]:
+    """What programs scale gradients by, the likeliest first."""
+    sizes = [n for n in mesh.sizes if n > 1]
+    products = {prod(some) for count in range(len(sizes) + 1) for some in combinations(sizes, count)}
+    both = [{float(f) for f in each} | {1 / f for f in each} for each in (products, {1, *_COUNTS})]
+    every = sorted({a * b for a in both[0] for b in both[1]}, key=lambda f: abs(np.log(f)))
+    return tuple(float(f) for f in every)

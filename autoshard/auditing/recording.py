@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoshard.capture.origins import user_line_of
+from autoshard.capture.origins import CodeLine, code_line_of
 from autoshard.torch_adapters.node_lines import ENGINE_CODE, current_node_number, next_node_number
 
 #: values of a result that are kept; a result of the reference is taken to be another's if all are there
@@ -30,69 +30,74 @@ class Sample:
     values: np.ndarray
 
 
+NOWHERE = CodeLine()
+
+
 @dataclass(frozen=True)
 class OpRecord:
     """One op, or one rank's part in a collective.
 
     reads: numbers of the records whose results it takes. samples: of its floating results, after it ran.
-    ranks: of its group, for a collective; reduction: ``sum`` and so on. alike: every
-    rank gave the same. given: samples of what it took.
+    ranks: of its group, for a collective; reduction: ``sum`` and so on. alike: every rank gave the same.
+    given: samples of what it took. outer: where backward was called, for an op of backward. sender: the line
+    that sent a message. differentiable: whether autograd records it.
     """
 
     number: int
     op: str
-    line: str
+    line: CodeLine
     reads: tuple[int, ...]
     samples: tuple[Sample, ...]
     ranks: tuple[int, ...] = ()
     reduction: str = ""
     alike: bool = False
     given: tuple[Sample, ...] = ()
+    outer: CodeLine = NOWHERE
+    sender: CodeLine = NOWHERE
+    differentiable: bool = False
 
 
 @dataclass
 class Recorder:
     """The records of a rank, in order.
 
-    keeps_values: keep the results themselves, as of a reference.
+    keeps_values: keep the results themselves, as of a reference. cuts: records whose results leave autograd.
     """
 
     keeps_values: bool = False
     records: list[OpRecord] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    cuts: set[int] = field(default_factory=set)
     paused: bool = False
     _writer: dict[int, int] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)  # memory that is not freed is not given to other tensors
-    _lines: dict[int, str] = field(default_factory=dict)
+    _read: dict[int, int] = field(default_factory=dict)
+    _lines: dict[int, CodeLine] = field(default_factory=dict)
 
     def op(
         self, name: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], writes: bool
     ) -> None:
         """An op that ran. writes: to memory that it is given."""
+        outputs = list(outputs)
         results = [x for x in outputs if x.is_floating_point() and x.numel()]
         if self.keeps_values:
             new = [x for x in results if writes or _memory(x) not in self._writer]
             self.values.extend(x.detach().clone() for x in new)
-        self._add(name, self.line(), [*inputs], results)
+        self._add(name, self.line(), [*inputs], outputs, outer=self.backward_line())
         self.dtypes.update(x.dtype for x in results)
 
     def collective(
         self,
         name: str,
-        line: str,
+        line: CodeLine,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        given: Sequence[Sample],
-        ranks: tuple[int, ...],
-        reduction: str,
-        alike: bool = False,
+        **how: Any,
     ) -> None:
-        """A rank's part in a collective that has ended."""
-        results = [x for x in outputs if x.is_floating_point() and x.numel()]
-        self._add(
-            name, line, [*inputs], results, ranks=ranks, reduction=reduction, alike=alike, given=tuple(given)
-        )
+        """A rank's part in a collective that has ended. how: fields of `OpRecord`."""
+        with self.pause():
+            self._add(name, line, [*inputs], [*outputs], **how)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -103,32 +108,57 @@ class Recorder:
         finally:
             self.paused = before
 
+    def first_use(self, tensor: torch.Tensor) -> int | None:
+        """The record that first reads a tensor's memory."""
+        return self._read.get(_memory(tensor))
+
     def writer(self, tensor: torch.Tensor) -> int | None:
         """The number of the record that last wrote to a tensor's memory."""
         return self._writer.get(_memory(tensor))
 
     def _add(
-        self, name: str, line: str, inputs: list[torch.Tensor], results: list[torch.Tensor], **more: Any
+        self, name: str, line: CodeLine, inputs: list[torch.Tensor], written: list[torch.Tensor], **more: Any
     ) -> None:
         number = len(self.records)
-        touched = {_memory(x) for x in (*inputs, *results)}
+        for x in inputs:
+            self._read.setdefault(_memory(x), number)
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        for x in inputs:
+            writer = self._writer.get(_memory(x))
+            if writer is not None and self.records[writer].differentiable and not x.requires_grad:
+                self.cuts.add(writer)
+        touched = {_memory(x) for x in (*inputs, *written)}
         reads = tuple(sorted(self._writer[m] for m in touched if m in self._writer))
-        for result in results:
+        for result in written:
             memory = _memory(result)
             if memory not in self._writer:
                 self._kept.append(result.untyped_storage())
             self._writer[memory] = number
-        self.records.append(OpRecord(number, name, line, reads, tuple(map(sample, results)), **more))
+        results = [x for x in written if x.is_floating_point() and x.numel()]
+        samples = tuple(map(sample, results))
+        self.records.append(OpRecord(number, name, line, reads, samples, differentiable=recorded, **more))
 
-    def line(self) -> str:
-        """The user's line that runs; of an op of backward, that of the op of forward it belongs to."""
+    def line(self, outer: bool = False) -> CodeLine:
+        """The user's line that runs; of an op of backward, that of the op of forward it belongs to.
+
+        outer: where backward is called, if there is no such op.
+        """
         number, frame = current_node_number(), inspect.currentframe()
         if number is not None:
-            inside = user_line_of(frame, until=ENGINE_CODE) or self._lines.get(number, "")
-            return inside or user_line_of(frame)
-        line = user_line_of(frame)
-        self._lines[next_node_number() - 1] = line
+            inside = code_line_of(frame, ENGINE_CODE) or self._lines.get(number, NOWHERE)
+            return inside or (code_line_of(frame, RUN_STEP) if outer else NOWHERE)
+        line = code_line_of(frame, RUN_STEP)
+        self._lines.setdefault(next_node_number() - 1, line)  # later ops may make no node
         return line
+
+    def backward_line(self) -> CodeLine:
+        """Where the backward that runs was called; nowhere in forward."""
+        if current_node_number() is None:
+            return NOWHERE
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code is not ENGINE_CODE:
+            frame = frame.f_back
+        return code_line_of(frame, RUN_STEP)
 
 
 class Recording(TorchDispatchMode):
@@ -174,3 +204,11 @@ def _places(count: int) -> torch.Tensor:
         return torch.arange(count)
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, count, (SAMPLES,), generator=generator).sort().values
+
+
+def run(step: Callable[[], Any]) -> Any:
+    """Call a step; lines are looked for inside of it."""
+    return step()
+
+
+RUN_STEP = run.__code__

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from autoshard.auditing.rank_threads import RankThreads, Waiting, current_rank
 from autoshard.auditing.recording import Recorder, Sample, sample
+from autoshard.capture.origins import CodeLine
 from autoshard.torch_adapters.threaded_groups import ThreadedGroup
 
 _SUMS = ("sum", "avg")
@@ -23,13 +24,14 @@ class CollectiveCall:
     """What a rank asks of a collective. sent: copies of what it gives. received: where results go."""
 
     kind: str
-    line: str
+    line: CodeLine
     sent: tuple[torch.Tensor, ...]
     received: tuple[torch.Tensor, ...]
     reduction: str
     root: int | None
     original: tuple[torch.Tensor, ...]
     given: tuple[Sample, ...]
+    outer: CodeLine
 
     def text(self) -> str:
         """For people: ``all_reduce(sum) of f64[4, 8]``."""
@@ -63,7 +65,7 @@ class Rendezvous:
     recorders: Sequence[Recorder]
     _meetings: dict[tuple[Any, int], Meeting] = field(default_factory=dict)
     _counts: dict[tuple[Any, int], int] = field(default_factory=lambda: defaultdict(int))
-    _mail: dict[tuple[Any, int, int, int], deque[tuple[torch.Tensor, str]]] = field(
+    _mail: dict[tuple[Any, int, int, int], deque[tuple[torch.Tensor, CodeLine]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
 
@@ -97,13 +99,14 @@ class Rendezvous:
         meeting = self._meetings.setdefault((key, number), Meeting(group.ranks))
         call = CollectiveCall(
             kind,
-            recorder.line(),
+            recorder.line(outer=True),
             tuple(x.detach().clone() for x in sent),
             tuple(received),
             reduction,
             root,
             tuple(sent),
             tuple(sample(x) for x in sent if x.is_floating_point() and x.numel()),
+            recorder.backward_line(),
         )
         meeting.calls[group.position] = call
         if len(meeting.calls) == len(group.ranks):
@@ -112,17 +115,19 @@ class Rendezvous:
 
         def wait() -> None:
             if not meeting.over:
-                self.threads.wait(Waiting(lambda: meeting.over, _of(call.text(), meeting.ranks), call.line))
+                self.threads.wait(
+                    Waiting(lambda: meeting.over, _of(call.text(), meeting.ranks), str(call.line))
+                )
 
         return wait
 
     def send(self, group: ThreadedGroup, tensor: torch.Tensor, to: int, tag: int) -> Callable[[], None]:
         """Lay a message down for another rank. Never waits."""
         recorder = self.recorders[current_rank()]
-        line = recorder.line()
+        line = recorder.line(outer=True)
         with recorder.pause():
             self._mail[(group.ranks, group.position, to, tag)].append((tensor.detach().clone(), line))
-        recorder.collective("send", line, [tensor], [], [], (group.ranks[to],), "")
+        recorder.collective("send", line, [tensor], [], ranks=(group.ranks[to],))
         return lambda: None
 
     def receive(
@@ -130,7 +135,7 @@ class Rendezvous:
     ) -> Callable[[], None]:
         """Take the next message of a rank, or of any."""
         recorder, sources = self.recorders[current_rank()], _sources(group, source)
-        line = recorder.line()
+        line = recorder.line(outer=True)
         done: list[bool] = []
         boxes = [self._mail[(group.ranks, k, group.position, tag)] for k in sources]
 
@@ -139,7 +144,7 @@ class Rendezvous:
                 return
             names = ", ".join(str(group.ranks[k]) for k in sources)
             what = f"a message from rank {names}" + (f" with tag {tag}" if tag else "")
-            self.threads.wait(Waiting(lambda: any(boxes), what, line))
+            self.threads.wait(Waiting(lambda: any(boxes), what, str(line)))
             message, sender_line = next(box for box in boxes if box).popleft()
             done.append(True)
             if message.numel() != tensor.numel() or message.dtype != tensor.dtype:
@@ -147,18 +152,18 @@ class Rendezvous:
                 raise Mismatch(
                     f"a message has {_dtype(message)}{list(message.shape)}, its receiver takes "
                     f"{_dtype(tensor)}{list(tensor.shape)}",
-                    ((group.ranks[sources[0]], "send", sender_line), (me, "receive", line)),
+                    ((group.ranks[sources[0]], "send", str(sender_line)), (me, "receive", str(line))),
                 )
             with recorder.pause():
                 _write(tensor, message)
-            recorder.collective("receive", line, [], [tensor], [], (), "")
+            recorder.collective("receive", line, [], [tensor], sender=sender_line)
 
         return wait
 
     def unread(self) -> list[tuple[int, int, str]]:
         """Messages that no rank took: sender, receiver, line of the sender."""
         return [
-            (ranks[source], ranks[to], line)
+            (ranks[source], ranks[to], str(line))
             for (ranks, source, to, _), box in self._mail.items()
             for _, line in box
         ]
@@ -181,10 +186,11 @@ class Rendezvous:
                 call.line,
                 call.original,
                 call.received,
-                call.given,
-                meeting.ranks,
-                call.reduction,
-                alike,
+                given=call.given,
+                ranks=meeting.ranks,
+                reduction=call.reduction,
+                alike=alike,
+                outer=call.outer,
             )
         meeting.over = True
 
@@ -209,7 +215,7 @@ def _reduction_name(reduction: Any) -> str:
 
 def _check(meeting: Meeting, calls: list[CollectiveCall]) -> None:
     """Raise Mismatch where the ranks of a group do not ask the same."""
-    told = tuple((meeting.ranks[k], call.text(), call.line) for k, call in enumerate(calls))
+    told = tuple((meeting.ranks[k], call.text(), str(call.line)) for k, call in enumerate(calls))
     if len({call.kind for call in calls}) > 1:
         raise Mismatch("ranks of a group are in different collectives", told)
     if len({call.reduction for call in calls}) > 1:
@@ -241,7 +247,7 @@ def _check(meeting: Meeting, calls: list[CollectiveCall]) -> None:
 
 
 def _alike(calls: list[CollectiveCall]) -> bool:
-    """Whether all ranks give the same values, and not only zeros or one number."""
+    """Whether all ranks give the same values, which are not zeros."""
     first = calls[0].given
     if not first or any(len(call.given) != len(first) for call in calls):
         return False
@@ -250,7 +256,7 @@ def _alike(calls: list[CollectiveCall]) -> bool:
             return False
         if any(not np.allclose(call.given[k].values, one.values, rtol=1e-9, atol=0) for call in calls):
             return False
-    return any(np.ptp(one.values) > 0 for one in first)
+    return any(one.values.any() for one in first)
 
 
 def _results(calls: list[CollectiveCall]) -> list[list[torch.Tensor]]:

@@ -8,7 +8,7 @@ what it holds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from autoshard.torch_adapters.blocks import part_at
 
 #: relative size of the noise that makes values differ
 _NOISE = 1e-3
@@ -33,6 +35,44 @@ def array(tensor: torch.Tensor) -> np.ndarray:
     """A rank's values in float64, one dim."""
     values: np.ndarray = local(tensor).to(torch.float64).reshape(-1).numpy(force=True).copy()
     return values
+
+
+def partial_ranks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The ranks whose parts a DTensor adds up to."""
+    if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
+        return ()
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert place is not None
+    at = tuple(slice(None) if p.is_partial() else k for p, k in zip(tensor.placements, place, strict=True))
+    return tuple(mesh.mesh[at].flatten().tolist())
+
+
+def laid_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A rank's part of a gradient, NaN where it has none, of the elements that it has of the parameter."""
+    mine = local(gradient)
+    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+        return mine
+    if gradient.placements == parameter.placements:
+        return mine
+    mesh, place = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert place is not None
+    given, wanted = (part_at(parameter.shape, mesh.shape, x.placements, place) for x in (gradient, parameter))
+    full = mine.new_full(parameter.shape, float("nan"))
+    given.write(full, mine)
+    return wanted.read(full)
+
+
+def add_partials(ranks: list[list[Held]]) -> list[list[Held]]:
+    """Gradients that are Partial, added up, as whoever reads such a DTensor has them."""
+    by_elements = [{h.elements.tobytes(): h.gradient for h in held} for held in ranks]
+
+    def full(held: Held) -> Held:
+        if not held.summed:
+            return held
+        of_ranks = [by_elements[k].get(held.elements.tobytes()) for k in held.summed]
+        return replace(held, gradient=np.sum([g for g in of_ranks if g is not None], axis=0))
+
+    return [[full(h) for h in held] for held in ranks]
 
 
 def make_distinct(model: nn.Module, seed: int) -> None:
@@ -100,6 +140,11 @@ class Elements:
             return np.full(len(values), -1)
         return np.where(self._sorted[at] == values, self._order[at], -1)
 
+    def parameters_of(self, elements: np.ndarray) -> list[int]:
+        """Numbers of the parameters that elements are of."""
+        held = elements[elements >= 0]
+        return [int(k) for k in np.unique(np.searchsorted(self.starts, held, side="right") - 1)]
+
     def slice_of(self, number: int) -> slice:
         """The elements of a parameter."""
         return slice(int(self.starts[number]), int(self.starts[number + 1]))
@@ -109,15 +154,23 @@ class Elements:
 class Held:
     """A parameter of a rank. elements: of the reference, -1 where none. gradient, after: its values, or None.
 
-    writer: the record that wrote the gradient last.
+    writer: the record that wrote the gradient last. made, used: the records that
+    wrote and first read it; stepped: the line
+    of the optimizer's step. summed: the ranks over which its gradient is a DTensor's Partial. in_module:
+    else it is an optimizer's alone.
     """
 
     name: str
     elements: np.ndarray
-    trained: bool
+    trained: bool = True
     gradient: np.ndarray | None = None
     after: np.ndarray | None = None
     writer: int | None = None
+    made: int | None = None
+    used: int | None = None
+    stepped: str = ""
+    summed: tuple[int, ...] = ()
+    in_module: bool = True
 
 
 def same_values(model: nn.Module, elements: Elements) -> bool:

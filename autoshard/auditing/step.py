@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoshard.auditing.recording import Recorder, Recording
-from autoshard.auditing.state import Elements, Held, array, local
+from autoshard.auditing.recording import Recorder, Recording, run
+from autoshard.auditing.state import Elements, Held, array, laid_as, local, partial_ranks
 
 
 @dataclass
@@ -27,7 +27,8 @@ class StepWatch:
 
     elements: Elements
     recorder: Recorder
-    found: dict[int, tuple[nn.Parameter, Held]] = field(default_factory=dict)
+    found: dict[int, tuple[torch.Tensor, Held]] = field(default_factory=dict)
+    optimizer_line: str = ""
     taken: set[int] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
     _thread: int = field(default_factory=get_ident)
@@ -50,7 +51,12 @@ class StepWatch:
         """What the rank has at the end of its step."""
         with self.recorder.pause():
             self._take([p for p, _ in self.found.values() if id(p) not in self.taken])
-            return [replace(held, after=array(p)) for p, held in self.found.values()]
+            return [
+                replace(
+                    held, after=array(p), used=self.recorder.first_use(local(p)), stepped=self.optimizer_line
+                )
+                for p, held in self.found.values()
+            ]
 
     def _called(self, module: nn.Module, _: Any) -> None:
         if get_ident() != self._thread or id(module) in self._seen:
@@ -63,29 +69,39 @@ class StepWatch:
                 for key, p in child.named_parameters(recurse=False):
                     if id(p) not in self.found:
                         full = f"{name}.{key}" if name else key
-                        held = Held(full, self.elements.held(array(p)), p.requires_grad)
+                        made = self.recorder.writer(local(p))
+                        held = Held(full, self.elements.held(array(p)), p.requires_grad, made=made)
                         self.found[id(p)] = (p, held)
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if get_ident() == self._thread:
+            self.optimizer_line = self.optimizer_line or str(self.recorder.line(outer=True))
             with self.recorder.pause():
                 self._take([p for group in optimizer.param_groups for p in group["params"]])
 
+    def _shard(self, p: torch.Tensor) -> None:
+        """A parameter that an optimizer has and no module: as ZeRO's flat ones."""
+        held = Held("a parameter of the optimizer", self.elements.held(array(p)), in_module=False)
+        self.found[id(p)] = (p, held)
+
     def _take(self, parameters: list[torch.Tensor]) -> None:
         for p in parameters:
-            if id(p) not in self.found or id(p) in self.taken:
+            if id(p) in self.taken:
                 continue
+            if id(p) not in self.found:
+                self._shard(p)
             self.taken.add(id(p))
             gradient = getattr(p, "main_grad", None) if p.grad is None else p.grad
             if gradient is not None:
                 known, held = self.found[id(p)]
-                writer = self.recorder.writer(local(gradient))
-                self.found[id(p)] = (known, replace(held, gradient=array(gradient), writer=writer))
+                writer, summed = self.recorder.writer(local(gradient)), partial_ranks(gradient)
+                taken = replace(held, gradient=array(laid_as(p, gradient)), writer=writer, summed=summed)
+                self.found[id(p)] = (known, taken)
 
 
 def run_step(step: Callable[[], Any], elements: Elements, recorder: Recorder) -> list[Held]:
     """Run a step of this thread. Returns its parameters as it left them."""
     watch = StepWatch(elements, recorder)
     with watch.watching():
-        step()
+        run(step)
     return watch.result()

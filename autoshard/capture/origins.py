@@ -7,6 +7,8 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -33,23 +35,62 @@ def is_library(filename: str) -> bool:
 _CONTEXTLIB = contextmanager.__code__.co_filename
 
 
+#: packages whose decorators stand between the user and torch
+_WRAPPERS = ("typing_extensions",)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def user_line_of(
-    frame: FrameType | None, outside: Collection[str] = (), until: CodeType | None = None
-) -> str:
+def user_line_of(frame: FrameType | None, outside: Collection[str] = ()) -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours, "" if there is none.
 
-    outside: further packages whose frames are not the user's. until: a function whose callers are not asked.
+    outside: further packages whose frames are not the user's.
     """
+    return next((_line(f) for f in _user_frames(frame, outside)), "")
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of the user's code. function: the first line of the function it is in. called: where that was
+    called, if that is the user's, too, and no lambda."""
+
+    path: str = ""
+    number: int = 0
+    function: int = 0
+    called: str = ""
+
+    def __bool__(self) -> bool:
+        return self.number > 0
+
+    def __str__(self) -> str:
+        if not self:
+            return ""
+        return f"{self.path}:{self.number}" + (f", called at {self.called}" if self.called else "")
+
+
+def code_line_of(frame: FrameType | None, until: CodeType) -> CodeLine:
+    """The innermost frame that is the user's. until: a function whose callers are not asked."""
+    inner, outer = (*islice(_user_frames(frame, (), until), 2), None, None)[:2]
+    if inner is None:
+        return CodeLine()
+    called = _line(outer) if outer is not None and outer.f_code.co_name != "<lambda>" else ""
+    code = inner.f_code
+    return CodeLine(short_path(code.co_filename), inner.f_lineno, code.co_firstlineno, called)
+
+
+def _user_frames(
+    frame: FrameType | None, outside: Collection[str], until: CodeType | None = None
+) -> Iterator[FrameType]:
     while frame is not None and frame.f_code is not until:
         path = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if not is_library(path) and not path.startswith(_PACKAGE) and package not in outside:
-            return f"{short_path(path)}:{frame.f_lineno}"
+        ours = is_library(path) or path.startswith(_PACKAGE)
+        if not ours and package not in (*_WRAPPERS, *outside):
+            yield frame
         frame = frame.f_back
-    return ""
+
+
+def _line(frame: FrameType) -> str:
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def hook_line(hook: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,10 +49,22 @@ class Case:
         with autoshard.audit(reference=model, mesh=self.mesh, step=self.step) as session:
             return session.rank(lambda copy: self.rank_step(copy, name))
 
-    def marked(self) -> set[int]:
-        """Numbers of the lines that are marked with this case's name, in the file of its rank step."""
-        lines = linecache.getlines(self.rank_step.__code__.co_filename)
-        marks = [line.partition(MARK)[2] for line in lines]
-        return {
-            k for k, mark in enumerate(marks, 1) if self.name in [name.strip() for name in mark.split(",")]
-        }
+    def marked(self) -> set[str]:
+        """The lines that are marked with this case's name, as ``file.py:12``."""
+        found = set()
+        for path in Path(__file__).parent.glob("cases_*.py"):
+            marks = [line.partition(MARK)[2] for line in path.read_text().splitlines()]
+            for number, mark in enumerate(marks, 1):
+                if self.name in [name.strip() for name in mark.split(",")]:
+                    found.add(f"{path.name}:{number}")
+        return found
+
+
+def named(report: AuditReport) -> list[str]:
+    """The lines that a report names, as ``file.py:12``, with those where their functions were called."""
+    found = []
+    for place in (each for f in report.findings for line in f.lines for each in line.split(", called at ")):
+        path, _, numbers = place.rpartition("/")[2].rpartition(":")
+        first, _, last = numbers.partition("-")
+        found += [f"{path}:{number}" for number in range(int(first), int(last or first) + 1)]
+    return found
