@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.optim.clip import clip_grad_norm_
     from autoshard.runtime.optim.grad_scaler import GradScaler
     from autoshard.runtime.optim.host_optimizer import HostOptimizer
+    from autoshard.runtime.optim.muon import Muon
     from autoshard.verify.rule_check import WrongRule, check_rule
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "LengthPlans",
     "LoadedWeights",
     "Mesh",
+    "Muon",
     "NoRuleError",
     "PassOptions",
     "PlanOptions",
@@ -118,6 +120,8 @@ def _home(name: str) -> str | None:
         return "autoshard.runtime.optim.adamw"
     if name == "HostOptimizer":
         return "autoshard.runtime.optim.host_optimizer"
+    if name == "Muon":
+        return "autoshard.runtime.optim.muon"
     if name == "GradScaler":
         return "autoshard.runtime.optim.grad_scaler"
     return "autoshard.errors" if name.endswith("Error") and name in __all__ else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -88,9 +89,17 @@ class ShardBlock:
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """The view of it in the local part."""
-        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
-            local = local.narrow(dim, start, size)
-        return local
+        return _box(local, self.starts, self.sizes)
+
+    def in_full(self, full: torch.Tensor) -> torch.Tensor:
+        """The view of it in the tensor."""
+        return _box(full, self.offsets, self.sizes)
+
+
+def _box(x: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        x = x.narrow(dim, start, size)
+    return x
 
 
 def blocks_of(
@@ -100,6 +109,40 @@ def blocks_of(
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
     return _blocks(tuple(shape), tuple(mesh.shape), tuple(coordinates), tuple(placements))
+
+
+@dataclass(frozen=True)
+class PartOfTensor:
+    """What a rank of a mesh has of a tensor."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[ShardBlock, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+    def read(self, full: torch.Tensor) -> torch.Tensor:
+        """The part of a full tensor."""
+        part = full.new_empty(self.shape)
+        for block in self.blocks:
+            block.of(part).copy_(block.in_full(full))
+        return part
+
+    def write(self, full: torch.Tensor, part: torch.Tensor) -> None:
+        """Put the part into a full tensor."""
+        for block in self.blocks:
+            block.in_full(full).copy_(block.of(part))
+
+
+def part_at(
+    shape: Sequence[int], ways: Sequence[int], placements: Sequence[Placement], place: Sequence[int]
+) -> PartOfTensor:
+    """What the rank at a place of a mesh has of a tensor. ways: sizes of the mesh."""
+    blocks = _blocks(tuple(shape), tuple(ways), tuple(place), tuple(placements))
+    ends = [max((b.starts[dim] + b.sizes[dim] for b in blocks), default=0) for dim in range(len(shape))]
+    return PartOfTensor(tuple(ends), blocks)
 
 
 @functools.lru_cache(maxsize=4096)

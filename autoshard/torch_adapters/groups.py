@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import UsageError
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of a name."""
     group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
+
+
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """The group of the ranks that differ from this one in some axes only; row-major over them. Collective."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise UsageError(
+            "a mesh of several axes has no names", hint="init_device_mesh(..., mesh_dim_names=...)"
+        )
+    flat: DeviceMesh = mesh[tuple(names[k] for k in axes)]._flatten()
+    return flat.get_group()
 
 
 def cpu_backend(group: dist.ProcessGroup) -> str:

@@ -1,0 +1,297 @@
+"""Muon on sharded matrices: each is put together on one rank, orthogonalised there, and sent back in parts.
+
+Momentum and updates are made on shards. Only what is orthogonalised needs the matrix: bfloat16, to one rank
+and back, where gathering sends it to all and makes all compute the same. Matrices that no rank divides are
+not sent at all.
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is scalable
+for LLM training", 2502.16982 (scale of updates).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import UsageError, nearest
+from autoshard.runtime.optim.optimizer_hooks import local, loss_of
+from autoshard.torch_adapters.blocks import PartOfTensor, part_at
+from autoshard.torch_adapters.dtensor import dtensor_as
+from autoshard.torch_adapters.groups import group_over
+
+#: bytes of matrices that are under way together
+_ROUND_BYTES = 256 << 20
+_SCALES = ("original", "match_rms_adamw")
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, for parameters that are sharded over any axes of a DeviceMesh.
+
+    Its state is that of torch.optim.Muon, so that checkpoints of either are those of the other.
+
+    Args:
+        params: matrices, or batches of them ([experts, rows, columns]); the rest of a model takes another
+        optimizer. lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as of
+        torch.optim.Muon.
+
+    Raises:
+        UsageError: a parameter has one dim or more than three, or `adjust_lr_fn` is not known.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        if adjust_lr_fn is not None and adjust_lr_fn not in _SCALES:
+            raise UsageError(f"Muon knows no {adjust_lr_fn!r}", hint=nearest(adjust_lr_fn, _SCALES))
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        # not torch's Muon's: it refuses batches of matrices
+        torch.optim.Optimizer.__init__(self, params, defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() not in (2, 3):
+                    raise UsageError(
+                        f"Muon is given a parameter of shape {list(p.shape)}",
+                        why="it orthogonalises matrices",
+                        hint="give norms and biases, and by custom embeddings and heads, to AdamW",
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what the closure does. Collective over the ranks that share parameters."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            updates = [self._update(p, group) for p in given]
+
+            def orthogonal(x: torch.Tensor, group: dict[str, Any] = group) -> torch.Tensor:
+                return newton_schulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+            for number, update in orthogonalised(given, updates, orthogonal):
+                p = given[number]
+                mine = local(p)
+                mine.mul_(1 - group["lr"] * group["weight_decay"])
+                mine.add_(
+                    update.view(mine.shape), alpha=-group["lr"] * _scale(p.shape, group["adjust_lr_fn"])
+                )
+        return loss
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """This rank's part of what is orthogonalised, in bfloat16."""
+        assert p.grad is not None
+        gradient, state = local(p.grad), self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = dtensor_as(p, torch.zeros_like(gradient))
+        buffer = local(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        return update.bfloat16()
+
+
+def _scale(shape: Sequence[int], how: str | None) -> float:
+    """What makes updates of all shapes alike in size."""
+    rows, columns = shape[-2:]
+    if how == "match_rms_adamw":
+        return 0.2 * sqrt(max(rows, columns))
+    return sqrt(max(1.0, rows / columns))
+
+
+def newton_schulz(
+    x: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """The nearest orthogonal matrix, about: singular values come to lie around 1. x: [..., rows, columns] in
+    bfloat16."""
+    a, b, c = coefficients
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A matrix that ranks have parts of. parts: of every rank of the group."""
+
+    number: int
+    shape: tuple[int, ...]
+    parts: tuple[PartOfTensor, ...]
+
+    @property
+    def flop(self) -> int:
+        """Of an iteration, but for a factor."""
+        low, high = sorted(self.shape[-2:])
+        return prod(self.shape[:-2]) * low * low * (2 * high + low)
+
+
+def orthogonalised(
+    params: Sequence[torch.Tensor],
+    updates: Sequence[torch.Tensor],
+    orthogonal: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """This rank's parts of all updates once they are orthogonal, with the parameters' numbers. Collective."""
+    shared: dict[tuple[DeviceMesh, tuple[int, ...]], list[_Divided]] = defaultdict(list)
+    for number, p in enumerate(params):
+        axes = _dividing(p)
+        if axes:
+            assert isinstance(p, DTensor)
+            shared[p.device_mesh, axes].append(_Divided(number, tuple(p.shape), _parts(p, axes)))
+        else:
+            yield number, orthogonal(updates[number])
+    for (mesh, axes), divided in shared.items():
+        group = group_over(mesh, axes)
+        yield from _exchanged(group, divided, updates, orthogonal)
+
+
+def _dividing(p: torch.Tensor) -> tuple[int, ...]:
+    """The mesh axes that divide a parameter, if they divide the matrices themselves."""
+    if not isinstance(p, DTensor):
+        return ()
+    at = {k: placed.dim for k, placed in enumerate(p.placements) if not placed.is_replicate()}  # type: ignore[attr-defined]
+    if all(dim < p.dim() - 2 or p.device_mesh.size(k) == 1 for k, dim in at.items()):
+        return ()
+    return tuple(k for k in at if p.device_mesh.size(k) > 1)
+
+
+def _parts(p: DTensor, axes: tuple[int, ...]) -> tuple[PartOfTensor, ...]:
+    """What every rank of the group over some axes has, in the group's order."""
+    mesh, place = p.device_mesh, p.device_mesh.get_coordinate()
+    assert place is not None
+    places = []
+    for k in range(prod(mesh.size(axis) for axis in axes)):
+        there = list(place)
+        for axis in reversed(axes):
+            k, there[axis] = divmod(k, mesh.size(axis))
+        places.append(part_at(p.shape, mesh.shape, p.placements, there))
+    return tuple(places)
+
+
+def _exchanged(
+    group: dist.ProcessGroup,
+    divided: Sequence[_Divided],
+    updates: Sequence[torch.Tensor],
+    orthogonal: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rounds of matrices, each to its owner and back; the next one comes while one is computed."""
+    ways, me = dist.get_world_size(group), dist.get_rank(group)
+    rounds = [_owned(some, ways) for some in _rounds(divided, ways)]
+    coming = _to_owners(group, rounds[0], updates)
+    going: list[tuple[list[list[_Divided]], torch.Tensor, Any]] = []
+    for number, owned in enumerate(rounds):
+        arrived, work = coming
+        if number + 1 < len(rounds):
+            coming = _to_owners(group, rounds[number + 1], updates)
+        work.wait()
+        results = [orthogonal(full) for full in _joined(arrived, owned[me], ways)]
+        going.append((owned, *_to_parts(group, owned, results, arrived[:0], me)))
+    for owned, parts, work in going:
+        work.wait()
+        sizes = [matrix.parts[me].numel for each in owned for matrix in each]
+        for matrix, flat in zip((m for each in owned for m in each), parts.split(sizes), strict=True):
+            yield matrix.number, flat.view(matrix.parts[me].shape)
+
+
+def _rounds(divided: Sequence[_Divided], ways: int) -> Iterator[list[_Divided]]:
+    """As many matrices as ranks can share, in as few bytes as that takes."""
+    some: list[_Divided] = []
+    for matrix in sorted(divided, key=lambda m: (-m.flop, m.number)):
+        some.append(matrix)
+        if len(some) >= ways and sum(2 * prod(m.shape) for m in some) >= _ROUND_BYTES:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _owned(matrices: Sequence[_Divided], ways: int) -> list[list[_Divided]]:
+    """The matrices of each rank: the longest first, always to the rank that has least to do."""
+    owned: list[list[_Divided]] = [[] for _ in range(ways)]
+    load = [0] * ways
+    for matrix in matrices:
+        rank = min(range(ways), key=load.__getitem__)
+        owned[rank].append(matrix)
+        load[rank] += matrix.flop
+    return owned
+
+
+def _all_to_all(
+    group: dist.ProcessGroup, sent: list[torch.Tensor], received: list[int]
+) -> tuple[torch.Tensor, Any]:
+    """Parts of bfloat16 to all ranks. received: elements of each."""
+    out = torch.empty(sum(received), dtype=torch.bfloat16, device=sent[0].device)
+    # as bytes: gloo knows fewer types
+    work = dist.all_to_all_single(
+        out.view(torch.uint8),
+        torch.cat(sent).view(torch.uint8),
+        [2 * n for n in received],
+        [2 * len(x) for x in sent],
+        group=group,
+        async_op=True,
+    )
+    return out, work
+
+
+def _to_owners(
+    group: dist.ProcessGroup, owned: list[list[_Divided]], updates: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Any]:
+    me = dist.get_rank(group)
+    nothing = updates[0].new_empty(0)
+    sent = [torch.cat([nothing, *(updates[m.number].reshape(-1) for m in each)]) for each in owned]
+    received = [sum(m.parts[k].numel for m in owned[me]) for k in range(len(owned))]
+    return _all_to_all(group, sent, received)
+
+
+def _joined(arrived: torch.Tensor, mine: list[_Divided], ways: int) -> Iterator[torch.Tensor]:
+    """The matrices of this rank, of the parts of all."""
+    flats = iter(arrived.split([m.parts[k].numel for k in range(ways) for m in mine]))
+    parts = [[next(flats).view(m.parts[k].shape) for m in mine] for k in range(ways)]
+    for number, matrix in enumerate(mine):
+        full = arrived.new_empty(matrix.shape)
+        for k in range(ways):
+            matrix.parts[k].write(full, parts[k][number])
+        yield full
+
+
+def _to_parts(
+    group: dist.ProcessGroup,
+    owned: list[list[_Divided]],
+    results: list[torch.Tensor],
+    nothing: torch.Tensor,
+    me: int,
+) -> tuple[torch.Tensor, Any]:
+    sent = [
+        torch.cat(
+            [nothing, *(m.parts[k].read(x).reshape(-1) for m, x in zip(owned[me], results, strict=True))]
+        )
+        for k in range(len(owned))
+    ]
+    received = [sum(m.parts[me].numel for m in each) for each in owned]
+    return _all_to_all(group, sent, received)
