@@ -136,6 +136,12 @@ class PartOfTensor:
             block.in_full(full).copy_(block.of(part))
 
 
+def all_of(shape: Sequence[int]) -> PartOfTensor:
+    """Of a tensor that nobody divides."""
+    block = ShardBlock((0,) * len(shape), (0,) * len(shape), tuple(shape))
+    return PartOfTensor(tuple(shape), (block,))
+
+
 def part_at(
     shape: Sequence[int], ways: Sequence[int], placements: Sequence[Placement], place: Sequence[int]
 ) -> PartOfTensor:

@@ -2,7 +2,7 @@
 ``peers``, ``tools PATH``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, rivals,
-max-lengths, context, experts.
+max-lengths, context, experts, muon, audit.
 Runs benchmarks and prints their tables; without a name, planning, steps and estimates.
 """
 
@@ -48,6 +48,20 @@ def context() -> None:
     from benchmarks.steps import measured, print_steps
 
     print_steps(CONSOLE, measured("context_worker"), "Llama, 2 layers, hidden 256, cp=4")
+
+
+def muon() -> None:
+    """Steps of Muon on shards beside torch's."""
+    from benchmarks.muon import measured, print_muon
+
+    print_muon(CONSOLE, measured())
+
+
+def audit() -> None:
+    """Faulty parallel programs: how many `autoshard.audit` names."""
+    from benchmarks.audit import print_audit
+
+    print_audit(CONSOLE)
 
 
 def experts() -> None:
@@ -284,6 +298,8 @@ BENCHMARKS = {
     "max-lengths": max_lengths,
     "context": context,
     "experts": experts,
+    "muon": muon,
+    "audit": audit,
 }
 #: those that take arguments
 ASKED = {"published": published, "same": same, "sweep": sweep, "agree": agree, "peers": peers, "tools": tools}

@@ -122,9 +122,7 @@ def test_options_are_those_of_torch() -> None:
         assert torch.equal(one, other)
 
 
-def test_what_no_rank_divides_is_not_sent_and_the_rest_goes_once_each_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_matrix_goes_to_one_rank_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "_ROUND_BYTES", 1)
     sent: list[int] = []
     exchange = muon._all_to_all
@@ -135,24 +133,25 @@ def test_what_no_rank_divides_is_not_sent_and_the_rest_goes_once_each_way(
 
     monkeypatch.setattr(muon, "_all_to_all", counted)
 
-    def on_rank() -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        trained(lambda x: distribute_tensor(x, mesh, [Replicate()]), autoshard.Muon)
-        experts = nn.Parameter(distribute_tensor(torch.ones(4, 8, 6), mesh, [Shard(0)]))
-        experts.grad = experts.detach().clone()
-        autoshard.Muon([experts]).step()
-        assert not sent, "these need no message"
-
-    on_ranks(2, on_rank)
-
-    def divided() -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        params = [nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])) for _ in range(4)]
+    def stepped(shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...]) -> None:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        params = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements)) for _ in range(4)]
         for p in params:
             p.grad = p.detach().clone()
         autoshard.Muon(params).step()
 
-    on_ranks(2, divided)
+    on_ranks(2, lambda: stepped((4, 8, 6), (Shard(0),), (2,)))
+    assert not sent, "experts divided by number need no message"
+    # replicas: each of two ranks owns two of four matrices, and sends them to the other one
+    on_ranks(2, lambda: stepped((8, 8), (Replicate(),), (2,)))
+    assert sum(sent) == 2 * 2 * 2 * 64
+    sent.clear()
+    # experts divided by number, with replicas: the same, of two experts each
+    on_ranks(4, lambda: stepped((4, 8, 8), (Shard(0), Replicate()), (2, 2)))
+    assert sum(sent) == 2 * (2 * 2 * 2 * 2 * 64)
+    sent.clear()
+
+    on_ranks(2, lambda: stepped((8, 8), (Shard(0),), (2,)))
     # each of two ranks owns two of four matrices, and has half of every one: 64 elements go, 64 come back
     assert sum(sent) == 2 * 2 * 2 * 64 and len(sent) == 8
 

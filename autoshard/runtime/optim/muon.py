@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import UsageError, nearest
 from autoshard.runtime.optim.optimizer_hooks import local, loss_of
-from autoshard.torch_adapters.blocks import PartOfTensor, part_at
+from autoshard.torch_adapters.blocks import PartOfTensor, all_of, part_at
 from autoshard.torch_adapters.dtensor import dtensor_as
 from autoshard.torch_adapters.groups import group_over
 
@@ -138,18 +138,24 @@ def newton_schulz(
 
 
 @dataclass(frozen=True)
-class _Divided:
-    """A matrix that ranks have parts of. parts: of every rank of the group."""
+class _Shared:
+    """A matrix of several ranks. parts: of every rank of the group; copies: which copy of the matrix that is
+    of."""
 
     number: int
     shape: tuple[int, ...]
     parts: tuple[PartOfTensor, ...]
+    copies: tuple[tuple[int, ...], ...]
 
     @property
     def flop(self) -> int:
         """Of an iteration, but for a factor."""
         low, high = sorted(self.shape[-2:])
         return prod(self.shape[:-2]) * low * low * (2 * high + low)
+
+    def sent(self, rank: int, owner: int) -> int:
+        """Elements that a rank sends to the owner: those of its copy come from others."""
+        return self.parts[rank].numel if self.copies[rank] == self.copies[owner] else 0
 
 
 def orthogonalised(
@@ -158,59 +164,76 @@ def orthogonalised(
     orthogonal: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """This rank's parts of all updates once they are orthogonal, with the parameters' numbers. Collective."""
-    shared: dict[tuple[DeviceMesh, tuple[int, ...]], list[_Divided]] = defaultdict(list)
+    shared: dict[tuple[DeviceMesh, tuple[int, ...]], list[_Shared]] = defaultdict(list)
     for number, p in enumerate(params):
-        axes = _dividing(p)
+        axes = _axes(p)
         if axes:
             assert isinstance(p, DTensor)
-            shared[p.device_mesh, axes].append(_Divided(number, tuple(p.shape), _parts(p, axes)))
+            shared[p.device_mesh, axes].append(_shared(number, p, axes))
         else:
             yield number, orthogonal(updates[number])
-    for (mesh, axes), divided in shared.items():
-        group = group_over(mesh, axes)
-        yield from _exchanged(group, divided, updates, orthogonal)
+    for (mesh, axes), matrices in shared.items():
+        yield from _exchanged(group_over(mesh, axes), matrices, updates, orthogonal)
 
 
-def _dividing(p: torch.Tensor) -> tuple[int, ...]:
-    """The mesh axes that divide a parameter, if they divide the matrices themselves."""
+def _dim(placed: Any) -> int | None:
+    """The dim that a placement divides, None for a replica."""
+    return None if placed.is_replicate() else int(placed.dim)
+
+
+def _divides_matrices(p: DTensor) -> bool:
+    """Whether some mesh axis divides the matrices themselves, not only their number."""
+    dims = [_dim(placed) for k, placed in enumerate(p.placements) if p.device_mesh.size(k) > 1]
+    return any(dim is not None and dim >= p.dim() - 2 for dim in dims)
+
+
+def _axes(p: torch.Tensor) -> tuple[int, ...]:
+    """The mesh axes over whose ranks a parameter's matrices are shared out."""
     if not isinstance(p, DTensor):
         return ()
-    at = {k: placed.dim for k, placed in enumerate(p.placements) if not placed.is_replicate()}  # type: ignore[attr-defined]
-    if all(dim < p.dim() - 2 or p.device_mesh.size(k) == 1 for k, dim in at.items()):
-        return ()
-    return tuple(k for k in at if p.device_mesh.size(k) > 1)
+    divided = _divides_matrices(p)
+    return tuple(
+        k
+        for k, placed in enumerate(p.placements)
+        if p.device_mesh.size(k) > 1 and (divided or placed.is_replicate())
+    )
 
 
-def _parts(p: DTensor, axes: tuple[int, ...]) -> tuple[PartOfTensor, ...]:
+def _shared(number: int, p: DTensor, axes: tuple[int, ...]) -> _Shared:
     """What every rank of the group over some axes has, in the group's order."""
     mesh, place = p.device_mesh, p.device_mesh.get_coordinate()
     assert place is not None
-    places = []
+    divided = _divides_matrices(p)
+    parts, copies = [], []
     for k in range(prod(mesh.size(axis) for axis in axes)):
         there = list(place)
         for axis in reversed(axes):
             k, there[axis] = divmod(k, mesh.size(axis))
-        places.append(part_at(p.shape, mesh.shape, p.placements, there))
-    return tuple(places)
+        parts.append(part_at(p.shape, mesh.shape, p.placements, there))
+        copies.append(tuple(there[axis] for axis in axes if p.placements[axis].is_replicate()))
+    if divided:
+        return _Shared(number, tuple(p.shape), tuple(parts), tuple(copies))
+    mine = tuple(local(p).shape)  # replicas of experts: theirs is all of it
+    return _Shared(number, mine, (all_of(mine),) * len(parts), tuple(copies))
 
 
 def _exchanged(
     group: dist.ProcessGroup,
-    divided: Sequence[_Divided],
+    matrices: Sequence[_Shared],
     updates: Sequence[torch.Tensor],
     orthogonal: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Rounds of matrices, each to its owner and back; the next one comes while one is computed."""
     ways, me = dist.get_world_size(group), dist.get_rank(group)
-    rounds = [_owned(some, ways) for some in _rounds(divided, ways)]
+    rounds = [_owned(some, ways) for some in _rounds(matrices, ways)]
     coming = _to_owners(group, rounds[0], updates)
-    going: list[tuple[list[list[_Divided]], torch.Tensor, Any]] = []
+    going: list[tuple[list[list[_Shared]], torch.Tensor, Any]] = []
     for number, owned in enumerate(rounds):
         arrived, work = coming
         if number + 1 < len(rounds):
             coming = _to_owners(group, rounds[number + 1], updates)
         work.wait()
-        results = [orthogonal(full) for full in _joined(arrived, owned[me], ways)]
+        results = [orthogonal(full) for full in _joined(arrived, owned[me], me, ways)]
         going.append((owned, *_to_parts(group, owned, results, arrived[:0], me)))
     for owned, parts, work in going:
         work.wait()
@@ -219,10 +242,10 @@ def _exchanged(
             yield matrix.number, flat.view(matrix.parts[me].shape)
 
 
-def _rounds(divided: Sequence[_Divided], ways: int) -> Iterator[list[_Divided]]:
+def _rounds(matrices: Sequence[_Shared], ways: int) -> Iterator[list[_Shared]]:
     """As many matrices as ranks can share, in as few bytes as that takes."""
-    some: list[_Divided] = []
-    for matrix in sorted(divided, key=lambda m: (-m.flop, m.number)):
+    some: list[_Shared] = []
+    for matrix in sorted(matrices, key=lambda m: (-m.flop, m.number)):
         some.append(matrix)
         if len(some) >= ways and sum(2 * prod(m.shape) for m in some) >= _ROUND_BYTES:
             yield some
@@ -231,9 +254,9 @@ def _rounds(divided: Sequence[_Divided], ways: int) -> Iterator[list[_Divided]]:
         yield some
 
 
-def _owned(matrices: Sequence[_Divided], ways: int) -> list[list[_Divided]]:
+def _owned(matrices: Sequence[_Shared], ways: int) -> list[list[_Shared]]:
     """The matrices of each rank: the longest first, always to the rank that has least to do."""
-    owned: list[list[_Divided]] = [[] for _ in range(ways)]
+    owned: list[list[_Shared]] = [[] for _ in range(ways)]
     load = [0] * ways
     for matrix in matrices:
         rank = min(range(ways), key=load.__getitem__)
@@ -260,29 +283,31 @@ def _all_to_all(
 
 
 def _to_owners(
-    group: dist.ProcessGroup, owned: list[list[_Divided]], updates: Sequence[torch.Tensor]
+    group: dist.ProcessGroup, owned: list[list[_Shared]], updates: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Any]:
     me = dist.get_rank(group)
     nothing = updates[0].new_empty(0)
-    sent = [torch.cat([nothing, *(updates[m.number].reshape(-1) for m in each)]) for each in owned]
-    received = [sum(m.parts[k].numel for m in owned[me]) for k in range(len(owned))]
+    sent = [
+        torch.cat([nothing, *(updates[m.number].reshape(-1) for m in each if m.sent(me, owner))])
+        for owner, each in enumerate(owned)
+    ]
+    received = [sum(m.sent(k, me) for m in owned[me]) for k in range(len(owned))]
     return _all_to_all(group, sent, received)
 
 
-def _joined(arrived: torch.Tensor, mine: list[_Divided], ways: int) -> Iterator[torch.Tensor]:
-    """The matrices of this rank, of the parts of all."""
-    flats = iter(arrived.split([m.parts[k].numel for k in range(ways) for m in mine]))
-    parts = [[next(flats).view(m.parts[k].shape) for m in mine] for k in range(ways)]
-    for number, matrix in enumerate(mine):
-        full = arrived.new_empty(matrix.shape)
-        for k in range(ways):
-            matrix.parts[k].write(full, parts[k][number])
-        yield full
+def _joined(arrived: torch.Tensor, mine: list[_Shared], me: int, ways: int) -> Iterator[torch.Tensor]:
+    """The matrices of this rank, of the parts of one copy."""
+    given = [(k, m) for k in range(ways) for m in mine if m.sent(k, me)]
+    flats = arrived.split([m.sent(k, me) for k, m in given])
+    full = {m.number: arrived.new_empty(m.shape) for m in mine}
+    for (k, m), flat in zip(given, flats, strict=True):
+        m.parts[k].write(full[m.number], flat.view(m.parts[k].shape))
+    return iter(full.values())
 
 
 def _to_parts(
     group: dist.ProcessGroup,
-    owned: list[list[_Divided]],
+    owned: list[list[_Shared]],
     results: list[torch.Tensor],
     nothing: torch.Tensor,
     me: int,
