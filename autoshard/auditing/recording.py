@@ -120,6 +120,7 @@ class Recorder:
         self, name: str, line: CodeLine, inputs: list[torch.Tensor], written: list[torch.Tensor], **more: Any
     ) -> None:
         number = len(self.records)
+        inputs, written = [x for x in inputs if x.numel()], [x for x in written if x.numel()]
         for x in inputs:
             self._read.setdefault(_memory(x), number)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -134,7 +135,8 @@ class Recorder:
             if memory not in self._writer:
                 self._kept.append(result.untyped_storage())
             self._writer[memory] = number
-        results = [x for x in written if x.is_floating_point() and x.numel()]
+        # memory that nothing was written to has any values
+        results = [x for x in written if x.is_floating_point() and "empty" not in name]
         samples = tuple(map(sample, results))
         self.records.append(OpRecord(number, name, line, reads, samples, differentiable=recorded, **more))
 
@@ -162,13 +164,17 @@ class Recorder:
 
 
 class Recording(TorchDispatchMode):
-    """Records what runs inside it."""
+    """Records what runs inside it. read: told of every parameter that an op takes."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, read: Callable[[torch.nn.Parameter], None]) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.read = recorder, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.recorder.paused:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, torch.nn.Parameter):
+                    self.read(x)
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor comes back as the ops of its shard
         result = func(*args, **(kwargs or {}))

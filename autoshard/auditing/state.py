@@ -31,9 +31,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its values are there: FSDP frees those of gathered parameters."""
+    mine = local(tensor)
+    return mine.untyped_storage().nbytes() >= mine.numel() * mine.element_size()
+
+
 def array(tensor: torch.Tensor) -> np.ndarray:
     """A rank's values in float64, one dim."""
-    values: np.ndarray = local(tensor).to(torch.float64).reshape(-1).numpy(force=True).copy()
+    # a copy first: memory that numpy sees can no longer be resized, which FSDP does
+    values: np.ndarray = local(tensor).to(torch.float64, copy=True).reshape(-1).numpy(force=True)
     return values
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.auditing.recording import Recorder, Recording, run
-from autoshard.auditing.state import Elements, Held, array, laid_as, local, partial_ranks
+from autoshard.auditing.state import Elements, Held, array, has_memory, laid_as, local, partial_ranks
 
 
 @dataclass
@@ -29,6 +29,7 @@ class StepWatch:
     recorder: Recorder
     found: dict[int, tuple[torch.Tensor, Held]] = field(default_factory=dict)
     optimizer_line: str = ""
+    read: dict[int, tuple[torch.Tensor, Held]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
     _thread: int = field(default_factory=get_ident)
@@ -41,7 +42,7 @@ class StepWatch:
             register_optimizer_step_pre_hook(self._step),
         )
         try:
-            with Recording(self.recorder):
+            with Recording(self.recorder, self._read):
                 yield
         finally:
             for hook in hooks:
@@ -50,10 +51,14 @@ class StepWatch:
     def result(self) -> list[Held]:
         """What the rank has at the end of its step."""
         with self.recorder.pause():
+            self._find_used()
             self._take([p for p, _ in self.found.values() if id(p) not in self.taken])
             return [
                 replace(
-                    held, after=array(p), used=self.recorder.first_use(local(p)), stepped=self.optimizer_line
+                    held,
+                    after=array(p) if has_memory(p) else None,
+                    used=self.recorder.first_use(local(p)),
+                    stepped=self.optimizer_line,
                 )
                 for p, held in self.found.values()
             ]
@@ -77,7 +82,20 @@ class StepWatch:
         if get_ident() == self._thread:
             self.optimizer_line = self.optimizer_line or str(self.recorder.line(outer=True))
             with self.recorder.pause():
+                self._find_used()
                 self._take([p for group in optimizer.param_groups for p in group["params"]])
+
+    def _read(self, p: nn.Parameter) -> None:
+        """What it holds, before a step changes it."""
+        if id(p) not in self.found and id(p) not in self.read and p.device.type != "meta":
+            with self.recorder.pause():
+                self.read[id(p)] = (p, Held("", self.elements.held(array(p)), p.requires_grad))
+
+    def _find_used(self) -> None:
+        """Parameters that have gradients though no module of theirs was called."""
+        for key, (p, held) in self.read.items():
+            if key not in self.found and _gradient(p) is not None and has_memory(p):
+                self.found[key] = (p, held)
 
     def _shard(self, p: torch.Tensor) -> None:
         """A parameter that an optimizer has and no module: as ZeRO's flat ones."""
@@ -91,12 +109,17 @@ class StepWatch:
             if id(p) not in self.found:
                 self._shard(p)
             self.taken.add(id(p))
-            gradient = getattr(p, "main_grad", None) if p.grad is None else p.grad
+            gradient = _gradient(p)
             if gradient is not None:
                 known, held = self.found[id(p)]
                 writer, summed = self.recorder.writer(local(gradient)), partial_ranks(gradient)
                 taken = replace(held, gradient=array(laid_as(p, gradient)), writer=writer, summed=summed)
                 self.found[id(p)] = (known, taken)
+
+
+def _gradient(p: torch.Tensor) -> torch.Tensor | None:
+    """Megatron's buffers are `main_grad`."""
+    return getattr(p, "main_grad", None) if p.grad is None else p.grad
 
 
 def run_step(step: Callable[[], Any], elements: Elements, recorder: Recorder) -> list[Held]:

@@ -62,8 +62,13 @@ class Case:
 
 def named(report: AuditReport) -> list[str]:
     """The lines that a report names, as ``file.py:12``, with those where their functions were called."""
+    return [place for finding in report.findings for line in finding.lines for place in places(line)]
+
+
+def places(line: str) -> list[str]:
+    """The lines of ``file.py:12-14, called at other.py:3``."""
     found = []
-    for place in (each for f in report.findings for line in f.lines for each in line.split(", called at ")):
+    for place in line.split(", called at "):
         path, _, numbers = place.rpartition("/")[2].rpartition(":")
         first, _, last = numbers.partition("-")
         found += [f"{path}:{number}" for number in range(int(first), int(last or first) + 1)]

@@ -93,6 +93,20 @@ def test_parallel_code_of_torch_equals_one_device(mesh: str, rank_step: object) 
     audit.check()
 
 
+def test_parameters_may_be_used_without_their_modules() -> None:
+    def rank_step(model: nets.Net) -> None:
+        x = model.words(nets.TOKENS)
+        for layer in model.layers:
+            up, down = layer.up, layer.down
+            x = x + F.linear(F.gelu(F.linear(layer.norm(x), up.weight, up.bias)), down.weight)
+        logits = F.linear(x, model.head.weight)
+        F.cross_entropy(logits.flatten(0, 1), nets.LABELS.flatten()).backward()
+
+    with autoshard.audit(nets.Net(), "dp=2", step=nets.one_device) as audit:
+        audit.rank(rank_step)
+    audit.check()
+
+
 def ended(rank_step: object) -> AuditReport:
     """The audit of two ranks that do not come to their end."""
     with autoshard.audit(nets.Net(), "dp=2", step=nets.one_device) as audit:

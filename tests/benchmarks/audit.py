@@ -16,7 +16,7 @@ from rich.table import Table
 def print_audit(console: Console) -> None:
     """One row per file of programs."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "audit"))
-    named, files = import_module("case").named, import_module("test_audit_cases").FILES
+    case_module, files = import_module("case"), import_module("test_audit_cases").FILES
     warnings.simplefilter("ignore")
     table = Table("programs", "faulty", "named", "in the first line", "sound", "alarms", "s each")
     totals: Counter[str] = Counter()
@@ -25,11 +25,12 @@ def print_audit(console: Console) -> None:
         start = time.perf_counter()
         for case in file.CASES:
             report = case.audit(fault=True)
-            lines, marked = named(report), case.marked()
+            lines, marked = case_module.named(report), case.marked()
             kinds = [finding.kind for finding in report.findings]
+            first = next((line for finding in report.findings for line in finding.lines), "")
             row["faulty"] += 1
             row["named"] += case.kind in kinds and bool(marked & set(lines))
-            row["first"] += bool(lines) and lines[0] in marked
+            row["first"] += bool(first) and bool(marked & set(case_module.places(first)))
             row["alarms"] += not case.audit(fault=False).ok
         each = (time.perf_counter() - start) / max(2 * row["faulty"], 1)
         totals += row
