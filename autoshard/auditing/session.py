@@ -25,7 +25,13 @@ from autoshard.auditing.step import run_step
 from autoshard.cluster import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.targets import find_callable
-from autoshard.torch_adapters.threaded_groups import join_world, leave_world, new_store, threads_are_ranks
+from autoshard.torch_adapters.threaded_groups import (
+    check_torch,
+    join_world,
+    leave_world,
+    new_store,
+    threads_are_ranks,
+)
 
 Step = Callable[..., Any]
 
@@ -51,7 +57,7 @@ class audit:
         computes in fewer bits. seed: of random numbers of the reference and of each rank.
 
     Raises:
-        UsageError: the mesh or the step cannot be.
+        UsageError: the mesh or the step cannot be, or torch is older than 2.13.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class audit:
         tolerance: float | None = None,
         seed: int = 0,
     ) -> None:
+        check_torch()
         self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         if step is None and batch is None:
             raise UsageError(

@@ -17,8 +17,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Work
+from torch.torch_version import TorchVersion
+
+from autoshard.errors import UsageError
 
 BACKEND = "audit"
+_OLDEST = TorchVersion("2.13")
 
 
 class Exchange(Protocol):
@@ -227,6 +231,16 @@ def _create(options: Any, _: Any = None) -> ThreadedGroup:
     exchange: Exchange = current_thread().exchange  # type: ignore[attr-defined]
     ranks = options.global_ranks_in_group or range(options.group_size)
     return ThreadedGroup(exchange, tuple(ranks), options.group_rank, options.store)
+
+
+def check_torch() -> None:
+    """Raise UsageError before torch 2.13: 2.11 ends in a segmentation fault in DTensor."""
+    if TorchVersion(torch.__version__) < _OLDEST:
+        raise UsageError(
+            f"ranks cannot be threads with torch {torch.__version__}",
+            why="its DTensor is not made for threads that take turns",
+            hint="use torch 2.13",
+        )
 
 
 @contextmanager
