@@ -10,22 +10,24 @@ import torch
 from torch import nn
 
 from autoshard.auditing.findings import AuditFinding
-from autoshard.auditing.state import Elements, Held, array, local
+from autoshard.auditing.state import Elements, RankParameter, array, local
 
 
-def parts_of(model: nn.Module, elements: Elements) -> list[tuple[nn.Parameter, Held]]:
+def parts_of(model: nn.Module, elements: Elements) -> list[tuple[nn.Parameter, RankParameter]]:
     """The parameters of a rank's model, and what they hold."""
-    return [(p, Held(name, elements.held(array(p)))) for name, p in model.named_parameters()]
+    return [(p, RankParameter(name, elements.held(array(p)))) for name, p in model.named_parameters()]
 
 
-def clear(parts: Sequence[tuple[nn.Parameter, Held]]) -> None:
+def clear(parts: Sequence[tuple[nn.Parameter, RankParameter]]) -> None:
     """Take the values away, so that only a load can bring them."""
     with torch.no_grad():
         for p, _ in parts:
             local(p).fill_(float("nan"))
 
 
-def loaded(parts: Sequence[tuple[nn.Parameter, Held]], elements: Elements) -> list[tuple[str, int, int]]:
+def loaded(
+    parts: Sequence[tuple[nn.Parameter, RankParameter]], elements: Elements
+) -> list[tuple[str, int, int]]:
     """Parameters that have other values than the reference: name, how many elements do, of how many."""
     wrong = []
     for p, held in parts:

@@ -9,11 +9,11 @@ import torch
 from autoshard.auditing.endings import stops, unread
 from autoshard.auditing.findings import AuditReport
 from autoshard.auditing.gradient_findings import compare_gradients, gradient_findings
-from autoshard.auditing.held_state import strangers, uncovered, updates
+from autoshard.auditing.parameters import uncovered, unmatched, updates
 from autoshard.auditing.rank_threads import RankEnd
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.rendezvous import Rendezvous
-from autoshard.auditing.state import Elements, Held, add_partials
+from autoshard.auditing.state import Elements, Parameters, add_partials
 from autoshard.cluster import Mesh
 
 #: by the narrowest type that anything was computed in
@@ -24,8 +24,8 @@ _HALF = 5e-2
 def diagnose(
     mesh: Mesh,
     elements: Elements,
-    reference: list[Held],
-    ranks: list[list[Held]],
+    reference: Parameters,
+    ranks: list[Parameters],
     recorders: Sequence[Recorder],
     ends: Sequence[RankEnd],
     messages: Rendezvous,
@@ -44,7 +44,7 @@ def diagnose(
         findings += gradient_findings(mesh, differences, elements, ranks, recorders)
         if not findings:
             findings += updates(elements, reference, ranks, tolerance)
-        notes += strangers(ranks)
+        notes += unmatched(ranks)
     collectives = sum(bool(r.ranks) for recorder in recorders[1:] for r in recorder.records)
     return AuditReport(
         str(mesh), tuple(findings), tuple(notes), len(elements.names), collectives, worst, tolerance

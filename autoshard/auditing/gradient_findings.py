@@ -10,7 +10,6 @@ import numpy as np
 
 from autoshard.auditing.findings import AuditFinding
 from autoshard.auditing.gradients import GradientDifference, compare
-from autoshard.auditing.held_state import held_elements, spread
 from autoshard.auditing.known import Form, ReferenceValues
 from autoshard.auditing.locate import (
     Forms,
@@ -24,8 +23,9 @@ from autoshard.auditing.locate import (
     twice_summed,
     where_called,
 )
+from autoshard.auditing.parameters import held_elements, spread
 from autoshard.auditing.recording import OpRecord, Recorder
-from autoshard.auditing.state import Elements, Held
+from autoshard.auditing.state import Elements, Parameters
 from autoshard.cluster import Mesh
 
 
@@ -38,7 +38,11 @@ class Compared:
 
 
 def compare_gradients(
-    mesh: Mesh, elements: Elements, reference: list[Held], ranks: list[list[Held]], tolerance: float
+    mesh: Mesh,
+    elements: Elements,
+    reference: Parameters,
+    ranks: list[Parameters],
+    tolerance: float,
 ) -> tuple[list[Compared], float]:
     total = len(elements.values)
     wanted = spread(reference, total, "gradient")
@@ -72,7 +76,7 @@ def gradient_findings(
     mesh: Mesh,
     compared: list[Compared],
     elements: Elements,
-    ranks: list[list[Held]],
+    ranks: list[Parameters],
     recorders: Sequence[Recorder],
 ) -> list[AuditFinding]:
     """One finding for all parameters that differ in the same way or from one line."""
@@ -121,7 +125,7 @@ def _finding(
     same: list[Compared],
     right: set[int],
     elements: Elements,
-    ranks: list[list[Held]],
+    ranks: list[Parameters],
     recorders: Sequence[Recorder],
     known: ReferenceValues,
 ) -> AuditFinding:
@@ -142,7 +146,7 @@ def _lines(
     wrong: Sequence[int],
     right: set[int],
     elements: Elements,
-    ranks: list[list[Held]],
+    ranks: list[Parameters],
     recorders: Sequence[Recorder],
     known: ReferenceValues,
 ) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
@@ -207,7 +211,7 @@ class _Trace:
         wrong: Sequence[int],
         right: set[int],
         elements: Elements,
-        held: list[Held],
+        held: Parameters,
         records: Sequence[OpRecord],
         known: ReferenceValues,
     ) -> _Trace:
@@ -219,7 +223,7 @@ class _Trace:
         return cls(records, bad, good, form, first_unknown(records, bad, good, form))
 
 
-def _uses(elements: Elements, held: list[Held], wrong: Sequence[int]) -> list[int]:
+def _uses(elements: Elements, held: Parameters, wrong: Sequence[int]) -> list[int]:
     """The records that first use parameters."""
     used = [h.used for h in held if set(elements.parameters_of(h.elements)) & set(wrong)]
     return list(dict.fromkeys(k for k in used if k is not None))
@@ -239,7 +243,7 @@ def _group(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
     return [k for k, at in others if all(i in free or at[i] == mine[i] for i in range(len(mine)))]
 
 
-def _writers(elements: Elements, held: list[Held], wanted: Iterable[int]) -> dict[int, int]:
+def _writers(elements: Elements, held: Parameters, wanted: Iterable[int]) -> dict[int, int]:
     """The record that wrote each gradient of some parameters, by the parameter's number."""
     some = set(wanted)
     return {

@@ -75,13 +75,14 @@ class Rendezvous:
         kind: str,
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
-        reduction: Any = None,
-        root: int | None = None,
+        **how: Any,
     ) -> Callable[[], None]:
-        """Take part in a group's next collective. Returns what waits for its end."""
-        recorder = self.recorders[current_rank()]
-        with recorder.pause():
-            return self._collective(group, kind, sent, received, _reduction_name(reduction), root)
+        """Take part in a group's next collective. Returns what waits for its end.
+
+        how: ``reduction``, of torch, and ``root``, a position in the group, if the kind has them.
+        """
+        with self.recorders[current_rank()].pause():
+            return self._collective(group, kind, sent, received, **how)
 
     def _collective(
         self,
@@ -89,8 +90,8 @@ class Rendezvous:
         kind: str,
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
-        reduction: str,
-        root: int | None,
+        reduction: Any = None,
+        root: int | None = None,
     ) -> Callable[[], None]:
         rank, recorder = current_rank(), self.recorders[current_rank()]
         key = (group.ranks, group.pg_name)
@@ -102,7 +103,7 @@ class Rendezvous:
             recorder.line(outer=True),
             tuple(x.detach().clone() for x in sent),
             tuple(received),
-            reduction,
+            _reduction_name(reduction),
             root,
             tuple(sent),
             tuple(sample(x) for x in sent if x.is_floating_point() and x.numel()),

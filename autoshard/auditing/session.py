@@ -20,7 +20,7 @@ from autoshard.auditing.findings import AuditReport
 from autoshard.auditing.rank_threads import RankEnd, RankThreads
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.rendezvous import Rendezvous
-from autoshard.auditing.state import Elements, Held, make_distinct, restorer, same_values
+from autoshard.auditing.state import Elements, Parameters, make_distinct, restorer, same_values
 from autoshard.auditing.step import run_step
 from autoshard.cluster import Mesh
 from autoshard.errors import UsageError, VerificationError
@@ -126,7 +126,7 @@ class audit:
             )
         size = self.mesh.world_size
         recorders = [Recorder() for _ in range(size)]
-        held: list[list[Held]] = [[] for _ in range(size)]
+        held: list[Parameters] = [[] for _ in range(size)]
 
         def main(rank: int) -> None:
             held[rank] = run_step(self._given(function), self.elements, recorders[rank])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -69,11 +69,11 @@ def laid_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return wanted.read(full)
 
 
-def add_partials(ranks: list[list[Held]]) -> list[list[Held]]:
+def add_partials(ranks: list[Parameters]) -> list[Parameters]:
     """Gradients that are Partial, added up, as whoever reads such a DTensor has them."""
     by_elements = [{h.elements.tobytes(): h.gradient for h in held} for held in ranks]
 
-    def full(held: Held) -> Held:
+    def full(held: RankParameter) -> RankParameter:
         if not held.summed:
             return held
         of_ranks = [by_elements[k].get(held.elements.tobytes()) for k in held.summed]
@@ -158,7 +158,7 @@ class Elements:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameter:
     """A parameter of a rank. elements: of the reference, -1 where none. gradient, after: its values, or None.
 
     writer: the record that wrote the gradient last. made, used: the records that
@@ -178,6 +178,10 @@ class Held:
     stepped: str = ""
     summed: tuple[int, ...] = ()
     in_module: bool = True
+
+
+#: of one rank, or of the reference
+Parameters: TypeAlias = "list[RankParameter]"
 
 
 def same_values(model: nn.Module, elements: Elements) -> bool:

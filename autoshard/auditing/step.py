@@ -15,7 +15,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.auditing.recording import Recorder, Recording, run
-from autoshard.auditing.state import Elements, Held, array, has_memory, laid_as, local, partial_ranks
+from autoshard.auditing.state import (
+    Elements,
+    Parameters,
+    RankParameter,
+    array,
+    has_memory,
+    laid_as,
+    local,
+    partial_ranks,
+)
 
 
 @dataclass
@@ -27,9 +36,9 @@ class StepWatch:
 
     elements: Elements
     recorder: Recorder
-    found: dict[int, tuple[torch.Tensor, Held]] = field(default_factory=dict)
+    parameters: dict[int, tuple[torch.Tensor, RankParameter]] = field(default_factory=dict)
     optimizer_line: str = ""
-    read: dict[int, tuple[torch.Tensor, Held]] = field(default_factory=dict)
+    read: dict[int, tuple[torch.Tensor, RankParameter]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
     _thread: int = field(default_factory=get_ident)
@@ -48,11 +57,11 @@ class StepWatch:
             for hook in hooks:
                 hook.remove()
 
-    def result(self) -> list[Held]:
+    def result(self) -> Parameters:
         """What the rank has at the end of its step."""
         with self.recorder.pause():
-            self._find_used()
-            self._take([p for p, _ in self.found.values() if id(p) not in self.taken])
+            self._add_used()
+            self._take([p for p, _ in self.parameters.values() if id(p) not in self.taken])
             return [
                 replace(
                     held,
@@ -60,7 +69,7 @@ class StepWatch:
                     used=self.recorder.first_use(local(p)),
                     stepped=self.optimizer_line,
                 )
-                for p, held in self.found.values()
+                for p, held in self.parameters.values()
             ]
 
     def _called(self, module: nn.Module, _: Any) -> None:
@@ -72,49 +81,49 @@ class StepWatch:
                     continue
                 self._seen.add(id(child))
                 for key, p in child.named_parameters(recurse=False):
-                    if id(p) not in self.found:
+                    if id(p) not in self.parameters:
                         full = f"{name}.{key}" if name else key
                         made = self.recorder.writer(local(p))
-                        held = Held(full, self.elements.held(array(p)), p.requires_grad, made=made)
-                        self.found[id(p)] = (p, held)
+                        held = RankParameter(full, self.elements.held(array(p)), p.requires_grad, made=made)
+                        self.parameters[id(p)] = (p, held)
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if get_ident() == self._thread:
             self.optimizer_line = self.optimizer_line or str(self.recorder.line(outer=True))
             with self.recorder.pause():
-                self._find_used()
+                self._add_used()
                 self._take([p for group in optimizer.param_groups for p in group["params"]])
 
     def _read(self, p: nn.Parameter) -> None:
         """What it holds, before a step changes it."""
-        if id(p) not in self.found and id(p) not in self.read and p.device.type != "meta":
+        if id(p) not in self.parameters and id(p) not in self.read and p.device.type != "meta":
             with self.recorder.pause():
-                self.read[id(p)] = (p, Held("", self.elements.held(array(p)), p.requires_grad))
+                self.read[id(p)] = (p, RankParameter("", self.elements.held(array(p)), p.requires_grad))
 
-    def _find_used(self) -> None:
+    def _add_used(self) -> None:
         """Parameters that have gradients though no module of theirs was called."""
         for key, (p, held) in self.read.items():
-            if key not in self.found and _gradient(p) is not None and has_memory(p):
-                self.found[key] = (p, held)
+            if key not in self.parameters and _gradient(p) is not None and has_memory(p):
+                self.parameters[key] = (p, held)
 
     def _shard(self, p: torch.Tensor) -> None:
         """A parameter that an optimizer has and no module: as ZeRO's flat ones."""
-        held = Held("a parameter of the optimizer", self.elements.held(array(p)), in_module=False)
-        self.found[id(p)] = (p, held)
+        held = RankParameter("a parameter of the optimizer", self.elements.held(array(p)), in_module=False)
+        self.parameters[id(p)] = (p, held)
 
     def _take(self, parameters: list[torch.Tensor]) -> None:
         for p in parameters:
             if id(p) in self.taken:
                 continue
-            if id(p) not in self.found:
+            if id(p) not in self.parameters:
                 self._shard(p)
             self.taken.add(id(p))
             gradient = _gradient(p)
             if gradient is not None:
-                known, held = self.found[id(p)]
+                known, held = self.parameters[id(p)]
                 writer, summed = self.recorder.writer(local(gradient)), partial_ranks(gradient)
                 taken = replace(held, gradient=array(laid_as(p, gradient)), writer=writer, summed=summed)
-                self.found[id(p)] = (known, taken)
+                self.parameters[id(p)] = (known, taken)
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor | None:
@@ -122,7 +131,7 @@ def _gradient(p: torch.Tensor) -> torch.Tensor | None:
     return getattr(p, "main_grad", None) if p.grad is None else p.grad
 
 
-def run_step(step: Callable[[], Any], elements: Elements, recorder: Recorder) -> list[Held]:
+def run_step(step: Callable[[], Any], elements: Elements, recorder: Recorder) -> Parameters:
     """Run a step of this thread. Returns its parameters as it left them."""
     watch = StepWatch(elements, recorder)
     with watch.watching():

@@ -10,11 +10,14 @@ import numpy as np
 from autoshard.auditing.findings import AuditFinding
 from autoshard.auditing.locate import lines_of
 from autoshard.auditing.recording import Recorder
-from autoshard.auditing.state import Elements, Held
+from autoshard.auditing.state import Elements, Parameters
 
 
 def uncovered(
-    elements: Elements, reference: list[Held], ranks: list[list[Held]], recorders: Sequence[Recorder]
+    elements: Elements,
+    reference: Parameters,
+    ranks: list[Parameters],
+    recorders: Sequence[Recorder],
 ) -> list[AuditFinding]:
     """Elements of the reference that no rank holds."""
     covered = np.zeros(len(elements.values), bool)
@@ -52,7 +55,7 @@ def _places(missing: np.ndarray, shape: tuple[int, ...]) -> str:
     return f"rows {first} to {last} of {shape[0]}" if shape else "all"
 
 
-def strangers(ranks: list[list[Held]]) -> list[str]:
+def unmatched(ranks: list[Parameters]) -> list[str]:
     names: dict[str, list[int]] = defaultdict(list)
     for rank, held in enumerate(ranks):
         for each in held:
@@ -65,7 +68,7 @@ def strangers(ranks: list[list[Held]]) -> list[str]:
 
 
 def updates(
-    elements: Elements, reference: list[Held], ranks: list[list[Held]], tolerance: float
+    elements: Elements, reference: Parameters, ranks: list[Parameters], tolerance: float
 ) -> list[AuditFinding]:
     """Parameters that gradients of the reference change in another way than the reference.
 
@@ -110,7 +113,7 @@ def _update_finding(
 _ROUNDING = 1e-8
 
 
-def spread(held: list[Held], total: int, what: str) -> np.ndarray:
+def spread(held: Parameters, total: int, what: str) -> np.ndarray:
     """Values over the elements of the reference, NaN where there are none."""
     out = np.full(total, np.nan)
     for each in sorted(held, key=lambda each: each.in_module):  # what modules have counts
@@ -121,7 +124,7 @@ def spread(held: list[Held], total: int, what: str) -> np.ndarray:
     return out
 
 
-def held_elements(held: list[Held], total: int) -> np.ndarray:
+def held_elements(held: Parameters, total: int) -> np.ndarray:
     out = np.zeros(total, bool)
     for each in held:
         if each.in_module:
