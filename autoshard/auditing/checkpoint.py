@@ -15,7 +15,7 @@ from autoshard.auditing.state import Elements, RankParameter, array, local
 
 def parts_of(model: nn.Module, elements: Elements) -> list[tuple[nn.Parameter, RankParameter]]:
     """The parameters of a rank's model, and what they hold."""
-    return [(p, RankParameter(name, elements.held(array(p)))) for name, p in model.named_parameters()]
+    return [(p, RankParameter(name, elements.held(p))) for name, p in model.named_parameters()]
 
 
 def clear(parts: Sequence[tuple[nn.Parameter, RankParameter]]) -> None:

@@ -65,10 +65,11 @@ class ReferenceValues:
         if not np.isfinite(values).any() or (np.ptp(values) == 0 and (len(values) > 1 or not values[0])):
             return PLAIN
         scales = self.scales if len(values) > 1 else self.scales[:1]
-        for axes, total in ((), values), *self._sums(rank, record):
-            for scale in scales:
-                if self._matches(total * scale):
-                    return Form(scale, axes)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for axes, total in ((), values), *self._sums(rank, record):
+                for scale in scales:
+                    if self._matches(total * scale):
+                        return Form(scale, axes)
         return None
 
     def _sums(self, rank: int, record: OpRecord) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:

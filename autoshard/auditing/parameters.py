@@ -85,11 +85,14 @@ def updates(
         moved = float(
             np.nanmax(np.abs(wanted[part] - elements.values[part]), initial=0.0, where=counted[part])
         )
+        # of what is added to a parameter, or of its rounding
+        largest = float(np.abs(elements.values[part]).max(initial=0.0))
+        bound = tolerance * max(100 * moved, largest / 100)
         wrong = []
         for rank, have in enumerate(after):
             error = np.abs(have[part] - wanted[part])
             here = counted[part] & ~np.isnan(have[part])
-            if here.any() and float(error[here].max()) > 100 * tolerance * max(moved, _ROUNDING):
+            if here.any() and float(error[here].max()) > bound:
                 wrong.append(rank)
         if wrong:
             values, known = after[wrong[0]][part], ~np.isnan(after[wrong[0]][part])

@@ -71,7 +71,7 @@ class Recorder:
     cuts: set[int] = field(default_factory=set)
     paused: bool = False
     _writer: dict[int, int] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)  # memory that is not freed is not given to other tensors
+    _kept: dict[int, Any] = field(default_factory=dict)  # storages, so that no other one gets their address
     _read: dict[int, int] = field(default_factory=dict)
     _lines: dict[int, CodeLine] = field(default_factory=dict)
 
@@ -121,6 +121,8 @@ class Recorder:
     ) -> None:
         number = len(self.records)
         inputs, written = [x for x in inputs if x.numel()], [x for x in written if x.numel()]
+        for x in (*inputs, *written):
+            self._kept.setdefault(_memory(x), x.untyped_storage())
         for x in inputs:
             self._read.setdefault(_memory(x), number)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -131,10 +133,7 @@ class Recorder:
         touched = {_memory(x) for x in (*inputs, *written)}
         reads = tuple(sorted(self._writer[m] for m in touched if m in self._writer))
         for result in written:
-            memory = _memory(result)
-            if memory not in self._writer:
-                self._kept.append(result.untyped_storage())
-            self._writer[memory] = number
+            self._writer[_memory(result)] = number
         # memory that nothing was written to has any values
         results = [x for x in written if x.is_floating_point() and "empty" not in name]
         samples = tuple(map(sample, results))
@@ -193,7 +192,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata
 
 
 def sample(tensor: torch.Tensor) -> Sample:

@@ -17,10 +17,13 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from autoshard.errors import UsageError
 from autoshard.torch_adapters.blocks import part_at
 
 #: relative size of the noise that makes values differ
 _NOISE = 1e-3
+#: types of too few values to tell elements apart
+HALF = frozenset((torch.bfloat16, torch.float16))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +92,9 @@ def make_distinct(model: nn.Module, seed: int) -> None:
         for parameter in model.parameters():
             scale = float(parameter.abs().mean()) or 0.02
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise * (_NOISE * scale if float(parameter.std()) else 0.05 * scale))
+            parameter.add_(
+                noise * scale * (_NOISE if parameter.numel() > 1 and float(parameter.std()) else 0.05)
+            )
 
 
 def restorer(model: nn.Module) -> Callable[[], None]:
@@ -140,12 +145,36 @@ class Elements:
             order,
         )
 
-    def held(self, values: np.ndarray) -> np.ndarray:
-        """The element that each value is, -1 where it is none."""
-        at = np.searchsorted(self._sorted, values).clip(max=max(len(self._sorted) - 1, 0))
+    def held(self, tensor: torch.Tensor) -> np.ndarray:
+        """The element that each value of a rank's tensor is, -1 where it is none.
+
+        Raises UsageError for 16 bits, which are too few to tell elements apart.
+        """
+        kind = local(tensor).dtype
+        if kind not in HALF:
+            return self._rounded(array(tensor)) if kind == torch.float32 else self._exact(array(tensor))
+        raise UsageError(
+            f"a parameter of a rank is {str(kind).removeprefix('torch.')}",
+            why="what a rank holds is read from values, of which 16 bits have too few",
+            hint="make parameters in the default type, float64 here; gathered copies may have any",
+        )
+
+    def _exact(self, values: np.ndarray) -> np.ndarray:
         if not len(self._sorted):
             return np.full(len(values), -1)
+        at = np.searchsorted(self._sorted, values).clip(max=len(self._sorted) - 1)
         return np.where(self._sorted[at] == values, self._order[at], -1)
+
+    def _rounded(self, values: np.ndarray) -> np.ndarray:
+        """Of float32: where two elements round to one value, the one that follows the element before."""
+        rounded = self._sorted.astype(np.float32).astype(np.float64)
+        first = np.searchsorted(rounded, values, side="left")
+        last = np.searchsorted(rounded, values, side="right")
+        found = np.where(last > first, self._order[first.clip(max=max(len(rounded) - 1, 0))], -1)
+        for k in np.flatnonzero(last - first > 1):
+            choices = self._order[first[k] : last[k]]
+            found[k] = found[k - 1] + 1 if k and found[k - 1] + 1 in choices else choices[0]
+        return found
 
     def parameters_of(self, elements: np.ndarray) -> list[int]:
         """Numbers of the parameters that elements are of."""

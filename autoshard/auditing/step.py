@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.auditing.recording import Recorder, Recording, run
 from autoshard.auditing.state import (
+    HALF,
     Elements,
     Parameters,
     RankParameter,
@@ -40,7 +42,7 @@ class StepWatch:
     optimizer_line: str = ""
     read: dict[int, tuple[torch.Tensor, RankParameter]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
-    _seen: set[int] = field(default_factory=set)
+    _seen: dict[int, nn.Module] = field(default_factory=dict)
     _thread: int = field(default_factory=get_ident)
 
     @contextmanager
@@ -62,12 +64,16 @@ class StepWatch:
         with self.recorder.pause():
             self._add_used()
             self._take([p for p, _ in self.parameters.values() if id(p) not in self.taken])
+            called = [h.elements for _, h in self.parameters.values() if h.in_module]
+            known = np.concatenate([*called, np.zeros(0, int)])
             return [
                 replace(
                     held,
                     after=array(p) if has_memory(p) else None,
                     used=self.recorder.first_use(local(p)),
                     stepped=self.optimizer_line,
+                    # what no module has, though, is no shard of theirs
+                    in_module=held.in_module or not np.isin(held.elements, known).all(),
                 )
                 for p, held in self.parameters.values()
             ]
@@ -79,12 +85,12 @@ class StepWatch:
             for name, child in module.named_modules():
                 if id(child) in self._seen:
                     continue
-                self._seen.add(id(child))
+                self._seen[id(child)] = child
                 for key, p in child.named_parameters(recurse=False):
                     if id(p) not in self.parameters:
                         full = f"{name}.{key}" if name else key
                         made = self.recorder.writer(local(p))
-                        held = RankParameter(full, self.elements.held(array(p)), p.requires_grad, made=made)
+                        held = RankParameter(full, self.elements.held(p), p.requires_grad, made=made)
                         self.parameters[id(p)] = (p, held)
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -96,9 +102,11 @@ class StepWatch:
 
     def _read(self, p: nn.Parameter) -> None:
         """What it holds, before a step changes it."""
-        if id(p) not in self.parameters and id(p) not in self.read and p.device.type != "meta":
+        known = id(p) in self.parameters or id(p) in self.read
+        if not known and p.device.type != "meta" and p.dtype not in HALF:  # FSDP gathers copies of 16 bits
             with self.recorder.pause():
-                self.read[id(p)] = (p, RankParameter("", self.elements.held(array(p)), p.requires_grad))
+                held = RankParameter("", self.elements.held(p), p.requires_grad, in_module=False)
+                self.read[id(p)] = (p, held)
 
     def _add_used(self) -> None:
         """Parameters that have gradients though no module of theirs was called."""
@@ -108,7 +116,7 @@ class StepWatch:
 
     def _shard(self, p: torch.Tensor) -> None:
         """A parameter that an optimizer has and no module: as ZeRO's flat ones."""
-        held = RankParameter("a parameter of the optimizer", self.elements.held(array(p)), in_module=False)
+        held = RankParameter("a parameter of the optimizer", self.elements.held(p), in_module=False)
         self.parameters[id(p)] = (p, held)
 
     def _take(self, parameters: list[torch.Tensor]) -> None:

@@ -107,6 +107,17 @@ def test_parameters_may_be_used_without_their_modules() -> None:
     audit.check()
 
 
+def test_parameters_of_fewer_bits() -> None:
+    def in_float32(model: nets.Net) -> None:
+        nets.one_device(model.float())
+
+    with autoshard.audit(nets.Net(), "dp=2", step=nets.one_device) as audit:
+        report = audit.rank(in_float32)
+        half = audit.rank(lambda model: nets.one_device(model.bfloat16()))
+    assert report.ok and report.tolerance == 1e-4
+    assert "a parameter of a rank is bfloat16" in half.findings[0].what
+
+
 def ended(rank_step: object) -> AuditReport:
     """The audit of two ranks that do not come to their end."""
     with autoshard.audit(nets.Net(), "dp=2", step=nets.one_device) as audit:

@@ -1,4 +1,4 @@
-"""`autoshard.audit` on the faulty programs of tests/audit: how many are named, how many of their twins alarm."""
+"""`autoshard.audit` on the faulty programs of tests/audit: how many are named, how many twins alarm."""
 
 from __future__ import annotations
 
