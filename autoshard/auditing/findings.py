@@ -57,10 +57,9 @@ class AuditReport:
 
     def text(self) -> str:
         """All of it, for people."""
-        head = (
-            f"{self.mesh}  {self.parameters} parameters, {self.collectives} collectives, "
-            f"gradients equal to {self.tolerance:.0e}"
-        )
+        head = f"{self.mesh}  {self.parameters} parameters"
+        if self.tolerance:
+            head += f", {self.collectives} collectives, gradients equal to {self.tolerance:.0e}"
         parts = [head, *(f"note: {note}" for note in self.notes)]
         parts += [f"{number}. {finding.text()}" for number, finding in enumerate(self.findings, 1)]
         parts.append("no difference" if self.ok else _count(len(self.findings), "difference"))

@@ -182,7 +182,7 @@ class audit:
                     break
         found = [finding for each in reports for finding in each] or findings_of(wrong, str(other))
         text = f"{self.mesh} saved, {other} loaded"
-        report = AuditReport(text, tuple(found), (), len(self.elements.names), 0, 0.0, 1e-6)
+        report = AuditReport(text, tuple(found), (), len(self.elements.names), 0, 0.0, 0.0)
         self._reports.append(report)
         return report
 
