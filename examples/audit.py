@@ -1,4 +1,4 @@
-"""A layer that is parallel by hand, with a mistake in it:
+"""A layer that is parallel by hand, with a mistake in it. `python examples/audit.py` audits it, and so does
 
 autoshard audit examples/audit.py:build --ranks dp=2,tp=2
 """
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-X, Y = torch.randn(8, 16), torch.randn(8, 16)
+X, Y = torch.randn(8, 16).double(), torch.randn(8, 16).double()  # an audit runs in float64
 
 
 class Layer(nn.Module):
@@ -69,3 +69,12 @@ def one_device_step(model):
 
 def build():
     return Layer(), one_device_step, rank_step
+
+
+if __name__ == "__main__":
+    import autoshard
+
+    model, step, _ = build()
+    with autoshard.audit(model, "dp=2,tp=2", step=step) as audit:
+        audit.rank(rank_step)
+    print(audit.report())

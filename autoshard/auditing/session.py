@@ -246,9 +246,18 @@ class audit:
         self._recorder = Recorder(keeps_values=True)
         model = copy.deepcopy(self._model)
         torch.manual_seed(self._seed)
-        self._held = run_step(
-            lambda: (self._step or self._default_step)(model), self.elements, self._recorder
-        )
+        try:
+            self._held = run_step(
+                lambda: (self._step or self._default_step)(model), self.elements, self._recorder
+            )
+        except RuntimeError as error:
+            if "dtype" not in str(error):
+                raise
+            raise UsageError(
+                "the step of one device fails in float64",
+                why=str(error).splitlines()[0],
+                hint="give float inputs with batch=, make them inside the audit, or call .double() on them",
+            ) from error
         if all(h.gradient is None for h in self._held):
             raise UsageError("the reference's step leaves no gradients", hint="it runs backward itself")
 

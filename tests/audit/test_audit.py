@@ -228,6 +228,12 @@ def test_wrong_use_is_refused() -> None:
         autoshard.audit(nets.Net(), "dp=2", step=id),
     ):
         pass
+    narrow = torch.ones(2, 3)
+    with (
+        pytest.raises(autoshard.UsageError, match="fails in float64"),
+        autoshard.audit(nn.Linear(3, 1), "dp=2", step=lambda model: model(narrow).sum().backward()),
+    ):
+        pass
     audit = autoshard.audit(nets.Net(), "dp=2", step=nets.one_device)
     with pytest.raises(autoshard.UsageError, match="inside the audit"):
         audit.rank(nets.one_device)
