@@ -20,9 +20,8 @@ def stops(ends: Sequence[RankEnd], messages: Rendezvous) -> list[AuditFinding]:
             ranks = tuple(k for k, _, _ in end.error.calls)
             return [AuditFinding("collective", end.error.why, ranks=ranks, lines=lines, details=told)]
         if end.error is not None:
-            raise_error = end.error
-            what = f"rank {rank} raised {type(raise_error).__name__}: {raise_error}"
-            return [AuditFinding("error", what, ranks=(rank,), lines=_lines_of_error(raise_error))]
+            what = f"rank {rank} raised {type(end.error).__name__}: {end.error}"
+            return [AuditFinding("error", what, ranks=(rank,), lines=_lines_of_error(end.error))]
     waits = [(rank, end.waits) for rank, end in enumerate(ends) if end.waits is not None]
     if not waits:
         return []
@@ -52,6 +51,7 @@ def _lines_of_error(error: BaseException) -> tuple[str, ...]:
 
 
 def unread(messages: Rendezvous) -> list[AuditFinding]:
+    """Messages that no rank received."""
     return [
         AuditFinding(
             "collective",

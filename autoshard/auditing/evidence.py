@@ -19,6 +19,7 @@ from autoshard.auditing.locate import (
     twice_summed,
     where_called,
 )
+from autoshard.auditing.mesh_groups import axes_of, group_of
 from autoshard.auditing.recording import OpRecord, Recorder
 from autoshard.auditing.state import Elements, Parameters
 from autoshard.cluster import Mesh
@@ -156,17 +157,3 @@ def _earliest(traces: Sequence[_Trace]) -> list[OpRecord]:
     """What is unknown on the rank where that begins first."""
     some = [trace.unknown for trace in traces if trace.unknown]
     return min(some, key=lambda unknown: unknown[0].number, default=[])
-
-
-def axes_of(mesh: Mesh, ranks: Sequence[int]) -> list[str]:
-    """The axes in which ranks differ."""
-    at = [mesh.coords(rank) for rank in ranks]
-    return [name for k, name in enumerate(mesh.names) if len({coords[k] for coords in at}) > 1]
-
-
-def group_of(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
-    """The ranks that differ from a rank in these axes only."""
-    free = {mesh.index(axis) for axis in axes}
-    mine = mesh.coords(rank)
-    others = ((k, mesh.coords(k)) for k in range(mesh.world_size))
-    return [k for k, at in others if all(i in free or at[i] == mine[i] for i in range(len(mine)))]

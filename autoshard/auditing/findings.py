@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class AuditFinding:
     """One difference between the ranks' programs and the reference.
 
-    kind: ``gradient``, ``state``, ``collective``, ``deadlock`` or ``error``. what: one sentence. names:
-    parameters. ranks: which differ. lines: of the user's code, the most likely first. factor: of the
-    reference, where it is one.
+    kind: ``gradient``, ``parameter``, ``state``, ``collective``, ``deadlock`` or ``error``. what: one
+    sentence. names: parameters. ranks: which differ. lines: of the user's code, the most likely first.
+    factor: of the reference, where it is one.
     """
 
     kind: str
@@ -62,9 +62,6 @@ class AuditReport:
             head += f", {self.collectives} collectives, gradients equal to {self.tolerance:.0e}"
         parts = [head, *(f"note: {note}" for note in self.notes)]
         parts += [f"{number}. {finding.text()}" for number, finding in enumerate(self.findings, 1)]
-        parts.append("no difference" if self.ok else _count(len(self.findings), "difference"))
+        count = len(self.findings)
+        parts.append("no difference" if self.ok else f"{count} difference{'s' if count > 1 else ''}")
         return "\n".join(parts)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"

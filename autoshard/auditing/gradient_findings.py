@@ -33,6 +33,7 @@ def compare_gradients(
     ranks: list[Parameters],
     tolerance: float,
 ) -> tuple[list[Compared], float]:
+    """Every parameter's gradients on all ranks beside the reference's; the largest error of those equal."""
     total = len(elements.values)
     wanted = spread(reference, total, "gradient")
     have = [spread(held, total, "gradient") for held in ranks]
@@ -75,6 +76,8 @@ def gradient_findings(
         if d is not None:
             factor = None if d.factor is None else float(f"{d.factor:.3g}")
             groups[(d.kind, d.ranks, d.axes, factor, tuple(f"{f:.3g}" for f in d.factors))].append(each)
+    if not groups:
+        return []
     right = frozenset(c.number for c in compared if c.difference is None)
     known = ReferenceValues.of(mesh, elements, recorders[0], recorders[1:])
     evidence = Evidence(mesh, elements, ranks, recorders[1:], known, right)

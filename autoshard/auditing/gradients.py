@@ -8,6 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
+from autoshard.auditing.mesh_groups import groups_over
 from autoshard.cluster import Mesh
 
 
@@ -104,13 +105,11 @@ def _partial(
 
 
 def _sums(mesh: Mesh, have: dict[int, np.ndarray], axes: Sequence[str]) -> list[np.ndarray]:
-    kept = [mesh.index(name) for name in mesh.names if name not in axes]
-    groups: dict[tuple[int, ...], list[np.ndarray]] = {}
-    for rank, g in have.items():
-        coords = mesh.coords(rank)
-        groups.setdefault(tuple(coords[k] for k in kept), []).append(g)
     sums = []
-    for members in groups.values():
+    for group in groups_over(mesh, axes):
+        members = [have[rank] for rank in group if rank in have]
+        if not members:
+            continue
         stacked = np.stack(members)
         nothing = np.isnan(stacked).all(0)
         sums.append(np.where(nothing, np.nan, np.nansum(stacked, 0)))

@@ -10,6 +10,7 @@ from math import prod
 
 import numpy as np
 
+from autoshard.auditing.mesh_groups import group_of
 from autoshard.auditing.recording import OpRecord, Recorder
 from autoshard.auditing.state import Elements
 from autoshard.cluster import Mesh
@@ -24,7 +25,7 @@ class Form:
     """How a result is the reference's: summed over axes, it is the multiple ``1 / scale`` of one."""
 
     scale: float = 1.0
-    axes: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
 
 
 #: of a result whose values are all equal, which tells nothing
@@ -72,14 +73,11 @@ class ReferenceValues:
                         return Form(scale, axes)
         return None
 
-    def _sums(self, rank: int, record: OpRecord) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    def _sums(self, rank: int, record: OpRecord) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
         """The values summed over axes."""
-        coords = self.mesh.coords(rank)
         for count in range(1, len(self.mesh.names) + 1):
-            for axes in combinations(range(len(self.mesh.names)), count):
-                fixed = [k for k in range(len(coords)) if k not in axes]
-                there = [(k, self.mesh.coords(k)) for k in range(self.mesh.world_size)]
-                ranks = [k for k, at in there if all(at[i] == coords[i] for i in fixed)]
+            for axes in combinations(self.mesh.names, count):
+                ranks = group_of(self.mesh, rank, axes)
                 same = [self._same(k, record) for k in ranks]
                 if len(ranks) > 1 and all(s is not None for s in same):
                     yield axes, np.sum([s for s in same if s is not None], axis=0)

@@ -26,13 +26,13 @@ _FUNCTION = 40
 Forms = Callable[[OpRecord], Form | None]
 
 
-def cone(records: Sequence[OpRecord], end: int | None, stop: Forms | None = None) -> set[int]:
-    """The records that a result depends on, up to those that are the reference's."""
+def cone(records: Sequence[OpRecord], ends: Collection[int], stop: Forms | None = None) -> set[int]:
+    """The records that some results depend on, up to those that are the reference's."""
     reached: set[int] = set()
-    waiting = [] if end is None else [end]
+    waiting = list(ends)
     while waiting:
         number = waiting.pop()
-        if number in reached or (stop is not None and number != end and stop(records[number])):
+        if number in reached or (stop is not None and number not in ends and stop(records[number])):
             continue
         reached.add(number)
         waiting.extend(records[number].reads)
@@ -44,8 +44,8 @@ def twice_summed(
 ) -> list[OpRecord]:
     """Sums of what is equal on all ranks that wrong results depend on and no right one; none if some wrong
     result depends on none."""
-    sound = set().union(*(cone(records, end) for end in right))
-    each = [{k for k in cone(records, end) - sound if sums_equal(records[k])} for end in wrong]
+    sound = cone(records, right)
+    each = [{k for k in cone(records, (end,)) - sound if sums_equal(records[k])} for end in wrong]
     return [records[k] for k in sorted(set().union(*each))] if all(each) else []
 
 
@@ -54,10 +54,10 @@ def first_unknown(
 ) -> list[OpRecord]:
     """What is not the reference's though all that it is made of is: the first, then what it reads, the
     rest."""
-    unknown = [cone(records, end, form) for end in wrong]
+    unknown = [cone(records, (end,), form) for end in wrong]
     if not unknown:
         return []
-    sound = set().union(*(cone(records, end) for end in right))
+    sound = cone(records, right)
     inside = set.intersection(*unknown) or set.union(*unknown)
     rest = [records[k] for k in sorted(inside - sound or inside) if records[k].samples]
     if not rest:
@@ -78,7 +78,7 @@ def behind(records: Sequence[OpRecord], record: OpRecord) -> Iterator[OpRecord]:
 def partial_from(records: Sequence[OpRecord], ends: Collection[int], form: Forms) -> list[OpRecord]:
     """Where values begin to be parts of a sum over ranks, the first first."""
     out = []
-    for number in sorted(set().union(*(cone(records, end) for end in ends))):
+    for number in sorted(cone(records, ends)):
         mine = form(records[number])
         before = [f for k in records[number].reads if (f := form(records[k])) is not None]
         if mine is not None and mine.axes and not any(f.axes for f in before) and records[number].line:
@@ -89,13 +89,13 @@ def partial_from(records: Sequence[OpRecord], ends: Collection[int], form: Forms
 def detached(records: Sequence[OpRecord], used: Collection[int], cuts: Collection[int]) -> list[OpRecord]:
     """Where what depends on the first uses of parameters leaves autograd."""
     wanted = set(used)
-    return [records[k] for k in sorted(cuts) if records[k].line and wanted & cone(records, k)]
+    return [records[k] for k in sorted(cuts) if records[k].line and wanted & cone(records, (k,))]
 
 
 def rescaled(records: Sequence[OpRecord], ends: Collection[int], form: Forms) -> list[OpRecord]:
     """Where a multiple of the reference becomes another multiple, the last first."""
     out = []
-    for number in sorted(set().union(*(cone(records, end) for end in ends)), reverse=True):
+    for number in sorted(cone(records, ends), reverse=True):
         record = records[number]
         mine = form(record)
         before = [f for k in record.reads if records[k].samples and (f := form(records[k])) is not None]

@@ -56,6 +56,7 @@ def _places(missing: np.ndarray, shape: tuple[int, ...]) -> str:
 
 
 def unmatched(ranks: list[Parameters]) -> list[str]:
+    """What ranks have that is nothing of the reference."""
     names: dict[str, list[int]] = defaultdict(list)
     for rank, held in enumerate(ranks):
         for each in held:
@@ -128,6 +129,7 @@ def spread(held: Parameters, total: int, what: str) -> np.ndarray:
 
 
 def held_elements(held: Parameters, total: int) -> np.ndarray:
+    """Whether modules of a rank have an element."""
     out = np.zeros(total, bool)
     for each in held:
         if each.in_module:

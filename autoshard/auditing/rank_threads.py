@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from threading import Event, Thread, current_thread
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -52,25 +53,17 @@ class _State:
         self.save()
 
     def save(self) -> None:
-        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), _numpy_state()
+        self._torch, self._python, self._numpy = (
+            torch.get_rng_state(),
+            random.getstate(),
+            np.random.get_state(),
+        )
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-        _set_numpy_state(self._numpy)
+        np.random.set_state(self._numpy)
         os.environ.update(self._variables)
-
-
-def _numpy_state() -> Any:
-    import numpy
-
-    return numpy.random.get_state()
-
-
-def _set_numpy_state(state: Any) -> None:
-    import numpy
-
-    numpy.random.set_state(state)
 
 
 class RankThreads:
@@ -86,7 +79,7 @@ class RankThreads:
         self._stopped = False
 
     def run(self, function: Callable[[int], None], **attributes: Any) -> list[RankEnd]:
-        """CollectiveCall ``function(rank)`` in a thread per rank, until all are done or none can go on.
+        """Call ``function(rank)`` in a thread per rank, until all are done or none can go on.
 
         attributes: what every thread gets as attributes. Returns how each ended, by rank.
         """
@@ -95,7 +88,7 @@ class RankThreads:
         for rank, thread in enumerate(threads):
             vars(thread).update(attributes, rank=rank)
             thread.start()
-        self._give_turn(0)
+        self._turn[0].set()
         try:
             for thread in threads:
                 thread.join()
@@ -117,15 +110,11 @@ class RankThreads:
                 self._ends[rank] = RankEnd(waits=waiting)
                 raise Stopped
             self._pass_on(rank)
-            self._turn[rank].wait()
-            self._turn[rank].clear()
-            self._state[rank].restore()
+            self._take_turn(rank)
         del self._waiting[rank]
 
     def _main(self, rank: int, function: Callable[[int], None]) -> None:
-        self._turn[rank].wait()
-        self._turn[rank].clear()
-        self._state[rank].restore()
+        self._take_turn(rank)
         try:
             if not self._stopped:
                 function(rank)
@@ -149,10 +138,12 @@ class RankThreads:
         if not able:
             self._stopped = True
             able = left
-        self._give_turn(able[0])
+        self._turn[able[0]].set()
 
-    def _give_turn(self, rank: int) -> None:
-        self._turn[rank].set()
+    def _take_turn(self, rank: int) -> None:
+        self._turn[rank].wait()
+        self._turn[rank].clear()
+        self._state[rank].restore()
 
 
 def current_rank() -> int:

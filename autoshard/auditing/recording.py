@@ -170,15 +170,15 @@ class Recording(TorchDispatchMode):
         self.recorder, self.read = recorder, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.recorder.paused:
-            for x in tree_leaves((args, kwargs)):
-                if isinstance(x, torch.nn.Parameter):
-                    self.read(x)
+        inputs = [] if self.recorder.paused else _tensors((args, kwargs))
+        for x in inputs:
+            if isinstance(x, torch.nn.Parameter):
+                self.read(x)
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor comes back as the ops of its shard
         result = func(*args, **(kwargs or {}))
         if not self.recorder.paused:
-            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+            outputs = _tensors(result)
             if all(type(x) in _PLAIN and x.device.type != "meta" for x in (*inputs, *outputs)):
                 self.recorder.op(str(func), inputs, outputs, func._schema.is_mutable)
         return result

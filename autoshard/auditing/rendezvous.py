@@ -14,6 +14,7 @@ import torch.distributed as dist
 from autoshard.auditing.rank_threads import RankThreads, Waiting, current_rank
 from autoshard.auditing.recording import Recorder, Sample, sample
 from autoshard.capture.origins import CodeLine
+from autoshard.errors import UsageError
 from autoshard.torch_adapters.threaded_groups import ThreadedGroup
 
 _SUMS = ("sum", "avg")
@@ -116,9 +117,8 @@ class Rendezvous:
 
         def wait() -> None:
             if not meeting.over:
-                self.threads.wait(
-                    Waiting(lambda: meeting.over, _of(call.text(), meeting.ranks), str(call.line))
-                )
+                what = f"{call.text()} over ranks {', '.join(map(str, meeting.ranks))}"
+                self.threads.wait(Waiting(lambda: meeting.over, what, str(call.line)))
 
         return wait
 
@@ -198,10 +198,6 @@ class Rendezvous:
 
 def _sources(group: ThreadedGroup, source: int | None) -> list[int]:
     return [source] if source is not None else [k for k in range(group.size()) if k != group.position]
-
-
-def _of(text: str, ranks: tuple[int, ...]) -> str:
-    return f"{text} over ranks {', '.join(map(str, ranks))}"
 
 
 def _reduction_name(reduction: Any) -> str:
@@ -286,9 +282,8 @@ def _results(calls: list[CollectiveCall]) -> list[list[torch.Tensor]]:
             ]
             for k in range(ways)
         ]
-    if kind == "all_to_all":
-        return [[c.sent[k] for c in calls] for k in range(ways)]
-    raise NotImplementedError(f"collective {kind}")
+    assert kind == "all_to_all", kind
+    return [[c.sent[k] for c in calls] for k in range(ways)]
 
 
 def _reduced(parts: list[torch.Tensor], reduction: str) -> torch.Tensor:
@@ -302,7 +297,7 @@ def _reduced(parts: list[torch.Tensor], reduction: str) -> torch.Tensor:
         return stacked.amin(0)
     if reduction == "product":
         return stacked.prod(0)
-    raise NotImplementedError(f"reduction {reduction}")
+    raise UsageError(f"an audit cannot reduce by {reduction}", hint="SUM, AVG, MAX, MIN or PRODUCT")
 
 
 def _write(target: torch.Tensor, value: torch.Tensor) -> None:

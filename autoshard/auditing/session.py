@@ -120,16 +120,12 @@ class audit:
         Returns:
             the report of this step; `report` and `check` speak of all.
         """
-        if not self._undo:
-            raise UsageError(
-                "a rank's step runs inside the audit", hint="with autoshard.audit(...) as a: a.rank(...)"
-            )
         size = self.mesh.world_size
         recorders = [Recorder() for _ in range(size)]
         held: list[Parameters] = [[] for _ in range(size)]
 
         def main(rank: int) -> None:
-            held[rank] = run_step(self._given(function), self.elements, recorders[rank])
+            held[rank] = run_step(self._bound(function), self.elements, recorders[rank])
 
         ends, messages = self._run(self.mesh, recorders, main)
         report = diagnose(
@@ -166,10 +162,10 @@ class audit:
         with TemporaryDirectory() as folder:
 
             def saving(rank: int) -> None:
-                save(self._given(build)(), folder)
+                save(self._bound(build)(), folder)
 
             def loading(rank: int) -> None:
-                model = self._given(build)()
+                model = self._bound(build)()
                 parts = parts_of(model, self.elements)
                 clear(parts)
                 load(model, folder)
@@ -186,7 +182,7 @@ class audit:
         self._reports.append(report)
         return report
 
-    def _given(self, function: Step) -> Callable[[], Any]:
+    def _bound(self, function: Step) -> Callable[[], Any]:
         """A rank's function, with a copy of the reference if it takes one."""
         if not inspect.signature(function).parameters:
             return function

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import UsageError
+from autoshard.runtime.optim.optimizer_hooks import local as local_part
 from autoshard.torch_adapters.blocks import part_at
 
 #: relative size of the noise that makes values differ
@@ -28,9 +30,7 @@ HALF = frozenset((torch.bfloat16, torch.float16))
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor, in memory."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
+    tensor = local_part(tensor).detach()
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -159,6 +159,10 @@ class Elements:
             hint="make parameters in the default type, float64 here; gathered copies may have any",
         )
 
+    @cached_property
+    def _narrow(self) -> np.ndarray:
+        return self._sorted.astype(np.float32).astype(np.float64)
+
     def _exact(self, values: np.ndarray) -> np.ndarray:
         if not len(self._sorted):
             return np.full(len(values), -1)
@@ -167,7 +171,7 @@ class Elements:
 
     def _rounded(self, values: np.ndarray) -> np.ndarray:
         """Of float32: where two elements round to one value, the one that follows the element before."""
-        rounded = self._sorted.astype(np.float32).astype(np.float64)
+        rounded = self._narrow
         first = np.searchsorted(rounded, values, side="left")
         last = np.searchsorted(rounded, values, side="right")
         found = np.where(last > first, self._order[first.clip(max=max(len(rounded) - 1, 0))], -1)

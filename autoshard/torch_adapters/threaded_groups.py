@@ -81,7 +81,7 @@ class ThreadedGroup(dist.ProcessGroup):
 
     def __init__(self, exchange: Exchange, ranks: Sequence[int], rank: int, store: Any) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
-        self.exchange, self.ranks, self.position, self._own_store = exchange, tuple(ranks), rank, store
+        self.exchange, self.ranks, self.position, self._store = exchange, tuple(ranks), rank, store
         self._coalesced: list[_Work] | None = None
 
     def size(self) -> int:
@@ -103,7 +103,7 @@ class ThreadedGroup(dist.ProcessGroup):
         return self.pg_name
 
     def get_group_store(self) -> Any:
-        return self._own_store
+        return self._store
 
     def _collective(
         self, kind: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], **how: Any

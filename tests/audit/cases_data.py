@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from case import Case
-from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, one_device
+from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, one_device, rank_chunk
 from torch import nn
 
 RATE, LARGEST_NORM, SCALE, MICROBATCHES = 0.1, 0.05, 1024.0, 2
@@ -29,11 +29,6 @@ def axes(tp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
             if rank in ranks:
                 found[name] = group
     return found["dp"], found["tp"]
-
-
-def own(x: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = 0) -> torch.Tensor:
-    """This rank's part."""
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
 class Enter(torch.autograd.Function):
@@ -69,9 +64,9 @@ def split_layers(model: Net, tp: dist.ProcessGroup) -> list[nn.Parameter]:
     """Keep this rank's part of the layers' weights. Returns these."""
     split = []
     for layer in model.layers:
-        layer.up.weight = nn.Parameter(own(layer.up.weight.detach(), tp).clone())
-        layer.up.bias = nn.Parameter(own(layer.up.bias.detach(), tp).clone())
-        layer.down.weight = nn.Parameter(own(layer.down.weight.detach(), tp, 1).clone())
+        layer.up.weight = nn.Parameter(rank_chunk(layer.up.weight.detach(), tp).clone())
+        layer.up.bias = nn.Parameter(rank_chunk(layer.up.bias.detach(), tp).clone())
+        layer.down.weight = nn.Parameter(rank_chunk(layer.down.weight.detach(), tp, 1).clone())
         split += [layer.up.weight, layer.up.bias, layer.down.weight]
     return split
 
@@ -99,13 +94,13 @@ def data_parallel(model: Net, fault: str) -> None:
     size = dist.get_world_size()
     if fault == "frozen by mistake":
         model.layers[0].up.bias.requires_grad_(False)  # fault: frozen by mistake
-    x = model.words(own(TOKENS))
+    x = model.words(rank_chunk(TOKENS))
     for layer in model.layers:
         normed = layer.norm(x)
         if fault == "detached input":
             normed = normed.detach()  # fault: detached input
         x = x + layer.down(F.gelu(layer.up(normed)))  # fault: frozen by mistake
-    loss = F.cross_entropy(model.head(x).flatten(0, 1), own(LABELS).flatten())
+    loss = F.cross_entropy(model.head(x).flatten(0, 1), rank_chunk(LABELS).flatten())
     if fault == "divided twice":
         loss = loss / size  # fault: divided twice
     loss.backward()
@@ -124,7 +119,7 @@ def data_parallel(model: Net, fault: str) -> None:
 
 def shared_by_broadcast(model: Net, fault: str) -> None:
     """The head's gradient is brought to all ranks apart from the others."""
-    model(own(TOKENS), own(LABELS)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS)).backward()
     for name, p in model.named_parameters():
         if fault == "gradient of one rank" and name == "head.weight":
             dist.broadcast(p.grad, 0)  # fault: gradient of one rank
@@ -147,7 +142,7 @@ def accumulated(model: Net, fault: str) -> None:
             p.grad = None
 
         p.register_post_accumulate_grad_hook(add)
-    tokens, labels = own(TOKENS).chunk(MICROBATCHES), own(LABELS).chunk(MICROBATCHES)
+    tokens, labels = rank_chunk(TOKENS).chunk(MICROBATCHES), rank_chunk(LABELS).chunk(MICROBATCHES)
     for some, wanted in zip(tokens, labels, strict=True):
         loss = model(some, wanted)  # fault: not divided by microbatches
         if fault != "not divided by microbatches":
@@ -168,7 +163,7 @@ def clipped(model: Net, fault: str) -> None:
     dp, tp = axes(2)
     split = {id(p) for p in split_layers(model, tp)}
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    loss = loss_of_split(model, own(TOKENS, dp), own(LABELS, dp), tp)
+    loss = loss_of_split(model, rank_chunk(TOKENS, dp), rank_chunk(LABELS, dp), tp)
     (loss * SCALE).backward()
     for p in model.parameters():
         dist.all_reduce(p.grad, group=dp)
@@ -228,8 +223,8 @@ def two_ahead_one_device(model: TwoAhead) -> None:
 
 def two_ahead(model: TwoAhead, fault: str) -> None:
     """Losses are divided by the labels of all ranks, gradients added up."""
-    first, second = model(own(TOKENS))
-    labels, later = own(PADDED), own(PADDED_SECOND)
+    first, second = model(rank_chunk(TOKENS))
+    labels, later = rank_chunk(PADDED), rank_chunk(PADDED_SECOND)
     counts = torch.stack([(labels != IGNORED).sum(), (later != IGNORED).sum()])
     own_counts = counts * dist.get_world_size()
     dist.all_reduce(counts)
@@ -256,7 +251,7 @@ def owned_parameters(model: Net, fault: str) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters[rank::size], RATE)
-    model(own(TOKENS), own(LABELS)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS)).backward()
     for p in parameters:
         dist.all_reduce(p.grad, dist.ReduceOp.AVG)
     optimizer.step()  # fault: update not gathered
@@ -267,17 +262,25 @@ def owned_parameters(model: Net, fault: str) -> None:
             dist.broadcast(p, k % size)
 
 
+def flattened(parameters: list[nn.Parameter]) -> tuple[torch.Tensor, nn.Parameter]:
+    """All parameters in one dim that the ranks divide, and this rank's part of it."""
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    flat = F.pad(flat, (0, -len(flat) % dist.get_world_size()))
+    return flat, nn.Parameter(rank_chunk(flat).clone())
+
+
+def microbatches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and labels of this rank."""
+    return zip(*(rank_chunk(x).chunk(MICROBATCHES) for x in (TOKENS, LABELS)), strict=True)
+
+
 def flat_shards(model: Net, fault: str) -> None:
     """ZeRO-2 in flat memory: gradients are reduced to shards, the optimizer has a shard of all parameters."""
-    size = dist.get_world_size()
-    parameters = list(model.parameters())
-    flat = torch.cat([p.detach().flatten() for p in parameters])
-    flat = F.pad(flat, (0, -len(flat) % size))
-    shard = nn.Parameter(own(flat).clone())
+    size, parameters = dist.get_world_size(), list(model.parameters())
+    flat, shard = flattened(parameters)
     optimizer = torch.optim.Adam([shard], RATE)
-    model_tokens, model_labels = own(TOKENS).chunk(MICROBATCHES), own(LABELS).chunk(MICROBATCHES)
     shard.grad = torch.zeros_like(shard)
-    for some, wanted in zip(model_tokens, model_labels, strict=True):
+    for some, wanted in microbatches():
         loss = model(some, wanted) / MICROBATCHES
         loss.backward()
         gradients = torch.cat([p.grad.flatten() for p in parameters])
@@ -298,13 +301,10 @@ def flat_shards(model: Net, fault: str) -> None:
 
 def flat_buffer(model: Net, fault: str) -> None:
     """ZeRO-1 in flat memory: the gradient buffer is reduced whole, the updated shard gathered."""
-    size = dist.get_world_size()
-    parameters = list(model.parameters())
-    flat = torch.cat([p.detach().flatten() for p in parameters])
-    flat = F.pad(flat, (0, -len(flat) % size))
-    shard = nn.Parameter(own(flat).clone())
+    size, parameters = dist.get_world_size(), list(model.parameters())
+    flat, shard = flattened(parameters)
     optimizer = torch.optim.Adam([shard], RATE)
-    for some, wanted in zip(own(TOKENS).chunk(MICROBATCHES), own(LABELS).chunk(MICROBATCHES), strict=True):
+    for some, wanted in microbatches():
         loss = model(some, wanted) / MICROBATCHES
         loss.backward()
     gradients = torch.cat([p.grad.flatten() for p in parameters])
@@ -313,11 +313,11 @@ def flat_buffer(model: Net, fault: str) -> None:
     dist.all_reduce(gradients)
     gradients /= size  # fault: scaled before and after the reduction
     write_back(parameters, gradients)
-    shard.grad = own(F.pad(gradients, (0, len(flat) - len(gradients)))).clone()
+    shard.grad = rank_chunk(F.pad(gradients, (0, len(flat) - len(gradients)))).clone()
     optimizer.step()  # fault: shard not gathered
     with torch.no_grad():
         if fault == "shard not gathered":
-            own(flat).copy_(shard)  # fault: shard not gathered
+            rank_chunk(flat).copy_(shard)  # fault: shard not gathered
         else:
             dist.all_gather_into_tensor(flat, shard)
         sizes = [p.numel() for p in parameters]

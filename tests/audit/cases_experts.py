@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from case import Case
-from cases_data import Enter, Leave, axes, own
-from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS
+from cases_data import Enter, Leave, axes
+from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, rank_chunk
 from torch import nn
 
 EXPERTS, CHOSEN, BALANCE = 4, 2, 0.1
@@ -85,7 +85,7 @@ def expert_parallel(model: Mixture, fault: str) -> None:
     size, ways = dist.get_world_size(), dist.get_world_size(ep)
     here = EXPERTS // ways
     experts = list(model.experts)[dist.get_rank(ep) * here :][:here]
-    x = model.words(own(TOKENS)).flatten(0, 1)
+    x = model.words(rank_chunk(TOKENS)).flatten(0, 1)
     probabilities = model.router(x).softmax(-1)
     gates, counts = routed(probabilities)
     if fault != "balance by local counts":
@@ -104,7 +104,7 @@ def expert_parallel(model: Mixture, fault: str) -> None:
         back = done.view(here, ways, len(x), HIDDEN).transpose(0, 1).flatten(0, 1)
     returned = Exchange.apply(back, ep)
     mixed = torch.einsum("te,eth->th", gates, returned)
-    loss = F.cross_entropy(model.head(x + mixed), own(LABELS).flatten())
+    loss = F.cross_entropy(model.head(x + mixed), rank_chunk(LABELS).flatten())
     (loss + balance).backward()
     for p in (*model.words.parameters(), *model.router.parameters(), *model.head.parameters()):
         dist.all_reduce(p.grad)
@@ -155,7 +155,7 @@ class GatherTokens(torch.autograd.Function):
         if ctx.sums:
             gradient = gradient.clone()
             dist.all_reduce(gradient)  # fault: balance loss doubled in backward
-        return own(gradient), None
+        return rank_chunk(gradient), None
 
 
 class ScatterTokens(torch.autograd.Function):
@@ -163,7 +163,7 @@ class ScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(own(x))
+        out = torch.empty_like(rank_chunk(x))
         dist.reduce_scatter(out, [part.contiguous() for part in x.chunk(dist.get_world_size())])
         return out
 
@@ -177,7 +177,7 @@ class ScatterTokens(torch.autograd.Function):
 def split_sequence(model: Mixture, fault: str) -> None:
     """Sequence parallel: the router sees this rank's tokens, the balance loss those of all ranks."""
     ways, rank = dist.get_world_size(), dist.get_rank()
-    tokens, labels = own(TOKENS.flatten()), own(LABELS.flatten())
+    tokens, labels = rank_chunk(TOKENS.flatten()), rank_chunk(LABELS.flatten())
     x = model.words(tokens)
     probabilities = model.router(x).softmax(-1)  # fault: router not reduced
     gates, counts = routed(probabilities)

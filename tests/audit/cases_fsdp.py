@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from case import Case
-from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, one_device
+from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, one_device, rank_chunk
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,11 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 IGNORED = -100
 UNEVEN = torch.where(torch.arange(6) < torch.tensor([[6], [5], [2], [1]]), LABELS, IGNORED)
 LARGEST = 0.1
-
-
-def mine(x: torch.Tensor, ways: int | None = None) -> torch.Tensor:
-    """This rank's part of a batch."""
-    return x.chunk(ways or dist.get_world_size())[dist.get_rank()]
 
 
 def sharded(model: Net) -> Net:
@@ -78,7 +73,7 @@ def called_of_one_device(model: Called) -> None:
 def accumulated(model: Called, fault: str) -> None:
     """Two microbatches; gradients are reduced with the last."""
     sharded(model)
-    tokens, labels = mine(TOKENS).chunk(2), mine(LABELS).chunk(2)
+    tokens, labels = rank_chunk(TOKENS).chunk(2), rank_chunk(LABELS).chunk(2)
     for k in range(2):
         if fault != "reduction stays off":
             model.set_requires_gradient_sync(k == 1)
@@ -96,7 +91,7 @@ def divided(model: Called, fault: str) -> None:
     factor = 2.0 if fault == "wrong divide factor" else 1.0
     for module in (model, *model.layers):
         module.set_gradient_divide_factor(factor)
-    loss = model(mine(TOKENS), mine(LABELS))
+    loss = model(rank_chunk(TOKENS), rank_chunk(LABELS))
     (loss / dist.get_world_size()).backward()  # fault: wrong divide factor
 
 
@@ -107,7 +102,7 @@ def ignored(model: Called, fault: str) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, ignored_params=set(norms))
     fully_shard(model, mesh=mesh, ignored_params=set(norms))
-    model(mine(TOKENS), mine(LABELS)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS)).backward()
     if fault == "gradients in another order" and dist.get_rank():
         norms.reverse()
     if fault != "gradients of ignored parameters":
@@ -135,7 +130,7 @@ def tied(model: Tied, fault: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for module in (model.words, model.layer, model):
         fully_shard(module, mesh=mesh)
-    x = model(mine(TOKENS))
+    x = model(rank_chunk(TOKENS))
     weight = model.words.weight
     assert isinstance(weight, DTensor)
     if fault == "gathered weight outside of its module":
@@ -143,13 +138,13 @@ def tied(model: Tied, fault: str) -> None:
     else:
         whole = weight.full_tensor(grad_placements=[Partial("avg")])
     scores = x @ whole.T  # fault: gathered weight outside of its module
-    F.cross_entropy(scores.flatten(0, 1), mine(LABELS).flatten()).backward()
+    F.cross_entropy(scores.flatten(0, 1), rank_chunk(LABELS).flatten()).backward()
 
 
 def wrapped(model: Net, fault: str) -> None:
     """Gradients of two microbatches, reduced by DistributedDataParallel."""
     wrapper = DistributedDataParallel(model)
-    tokens, labels = mine(TOKENS).chunk(2), mine(LABELS).chunk(2)
+    tokens, labels = rank_chunk(TOKENS).chunk(2), rank_chunk(LABELS).chunk(2)
     with wrapper.no_sync():
         (wrapper(tokens[0], labels[0]) / 2).backward()
         if fault == "no_sync around all":
@@ -169,8 +164,8 @@ def uneven_of_one_device(model: Net) -> None:
 def uneven(model: Net, fault: str) -> None:
     """Ranks have different numbers of labels."""
     wrapper = DistributedDataParallel(model)
-    labels = mine(UNEVEN)
-    loss = wrapper(mine(TOKENS), labels)
+    labels = rank_chunk(UNEVEN)
+    loss = wrapper(rank_chunk(TOKENS), labels)
     if fault != "mean of each rank":
         count = (labels != IGNORED).sum()
         total = count.clone()
@@ -196,8 +191,8 @@ def logits_of_one_device(model: Logits) -> None:
 def summed(model: Logits, fault: str) -> None:
     """A sum over the tokens of a rank, divided by the number of all of them; averaged by the wrapper."""
     wrapper = DistributedDataParallel(model)
-    scores = wrapper(mine(TOKENS)).flatten(0, 1)
-    labels = mine(LABELS).flatten()
+    scores = wrapper(rank_chunk(TOKENS)).flatten(0, 1)
+    labels = rank_chunk(LABELS).flatten()
     loss = F.cross_entropy(scores, labels, reduction="sum")
     if fault == "sum that is averaged":
         loss = loss / LABELS.numel()  # fault: sum that is averaged
@@ -239,7 +234,7 @@ def half_of_one_device(model: Routed) -> None:
 
 def half(model: Routed, fault: str) -> None:
     """Rank 0 has the sentences of the first matrix, rank 1 those of the second."""
-    model(mine(TOKENS), mine(LABELS), mine(HALF)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS), rank_chunk(HALF)).backward()
     reduced_if_any(model, fault)
 
 
@@ -249,7 +244,7 @@ def one_of_one_device(model: Routed) -> None:
 
 def one(model: Routed, fault: str) -> None:
     """Rank 1 has sentences of both matrices, rank 0 of the first."""
-    model(mine(TOKENS), mine(LABELS), mine(ONE)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS), rank_chunk(ONE)).backward()
     reduced_if_any(model, fault)
 
 
@@ -292,7 +287,7 @@ def adapted(model: Adapted, fault: str) -> None:
     adapters = [*model.lora_a.parameters(), *model.lora_b.parameters()]
     beside = fault == "adapters beside sharded weights"
     fully_shard(model, mesh=mesh, ignored_params=set(adapters) if beside else None)
-    model(mine(TOKENS), mine(LABELS)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS)).backward()
     trained = [p for name, p in model.named_parameters() if "lora" in name]
     if fault == "adapters of one rank" and dist.get_rank():
         trained = [*model.head.parameters()]  # fault: adapters of one rank
@@ -309,7 +304,7 @@ def clipped(model: Called, fault: str) -> None:
     """Clip what FSDP has reduced."""
     sharded(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(mine(TOKENS), mine(LABELS)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS)).backward()
     if fault == "norm of a shard":
         gradients = [p.grad.to_local() for p in model.parameters()]
         norm = torch.stack([g.norm() for g in gradients]).norm()  # fault: norm of a shard
@@ -333,7 +328,7 @@ def stepped(model: Called, fault: str) -> None:
     else:
         sharded(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(mine(TOKENS), mine(LABELS)).backward()
+    model(rank_chunk(TOKENS), rank_chunk(LABELS)).backward()
     if fault != "step on one rank" or not dist.get_rank():
         optimizer.step()  # fault: step on one rank, optimizer before fully_shard
 
@@ -342,7 +337,7 @@ def cleared_late(model: Called, fault: str) -> None:
     """Gradients are set to zero, in the wrong place or the right one."""
     wrapper = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens, labels = mine(TOKENS).chunk(2), mine(LABELS).chunk(2)
+    tokens, labels = rank_chunk(TOKENS).chunk(2), rank_chunk(LABELS).chunk(2)
     for k in range(2):
         loss = wrapper(tokens[k], labels[k]) / 2
         loss.backward()  # fault: gradients cleared between microbatches

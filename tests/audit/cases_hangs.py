@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from case import Case
-from cases_data import axes, loss_of_split, own, split_layers
-from cases_tensor import HIDDEN, LABELS, TOKENS, Net, one_device
+from cases_data import axes, loss_of_split, split_layers
+from cases_tensor import HIDDEN, LABELS, TOKENS, Net, one_device, rank_chunk
 from torch import nn
 
 IGNORED = -100
@@ -17,7 +17,7 @@ def two_axes(model: Net, fault: str) -> None:
     """Data and tensor parallel, with an overflow flag that all ranks share."""
     dp, tp = axes(2)
     split_layers(model, tp)
-    loss_of_split(model, own(TOKENS, dp), own(LABELS, dp), tp).backward()
+    loss_of_split(model, rank_chunk(TOKENS, dp), rank_chunk(LABELS, dp), tp).backward()
     over = tp if fault == "reduced over another group" else dp
     for p in model.parameters():
         dist.all_reduce(p.grad, group=over)  # fault: reduced over another group
@@ -32,8 +32,8 @@ def two_axes(model: Net, fault: str) -> None:
 
 def reported(model: Net, fault: str) -> None:
     """Data parallel, with figures of the step that ranks share at its end."""
-    labels = own(LABELS).clone()
-    loss = model(own(TOKENS), labels)
+    labels = rank_chunk(LABELS).clone()
+    loss = model(rank_chunk(TOKENS), labels)
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad, dist.ReduceOp.AVG)
@@ -126,7 +126,7 @@ def exchanged_rows(model: Rows, fault: str) -> None:
     if fault == "splits of the sender on both sides":
         received = sent  # fault: splits of the sender on both sides
     x = torch.empty(sum(received), HIDDEN)
-    rows = own(ROWS).clone()
+    rows = rank_chunk(ROWS).clone()
     dist.all_to_all_single(x, rows, received, sent)  # fault: splits of the sender on both sides
     (model.linear(x).square().sum() / ROWS.numel()).backward()
     for p in model.parameters():

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from case import Case
-from cases_data import own
-from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, part
+from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, part, rank_chunk
 from torch import nn
 
 IGNORED = -100
@@ -44,10 +43,10 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         if ctx.sums:
-            out = torch.empty_like(own(gradient))
+            out = torch.empty_like(rank_chunk(gradient))
             dist.reduce_scatter_tensor(out, gradient.contiguous())  # fault: sum behind replicated head
             return out, None
-        return own(gradient).clone(), None  # fault: slice behind split linear, slice behind keys
+        return rank_chunk(gradient).clone(), None  # fault: slice behind split linear, slice behind keys
 
 
 class Scatter(torch.autograd.Function):
@@ -55,7 +54,7 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(own(x))
+        out = torch.empty_like(rank_chunk(x))
         dist.reduce_scatter_tensor(out, x.contiguous())
         return out
 
@@ -71,7 +70,7 @@ def sequence_parallel(model: Net, fault: str) -> None:
     for layer in model.layers:
         layer.up.weight, layer.up.bias = part(layer.up.weight, 0), part(layer.up.bias, 0)
         layer.down.weight = part(layer.down.weight, 1)
-    x = model.words(own(LAST_TOKENS))
+    x = model.words(rank_chunk(LAST_TOKENS))
     for layer in model.layers:
         normed = layer.norm(x)  # fault: norms not reduced
         whole = Gather.apply(normed, fault != "slice behind split linear")  # fault: slice behind split linear
@@ -91,15 +90,15 @@ def sequence_parallel(model: Net, fault: str) -> None:
 
 def split_dropout(model: Net, fault: str) -> None:
     """As above, with dropout before the sequence is gathered: every rank takes its part of the mask."""
-    x = model.words(own(LAST_TOKENS))
+    x = model.words(rank_chunk(LAST_TOKENS))
     for layer in model.layers:
         x = x + layer.down(F.gelu(layer.up(layer.norm(x))))
     if fault == "dropout of one seed on parts":
         mask = dropout_mask(tuple(x.shape), 5)  # fault: dropout of one seed on parts
     else:
-        mask = own(dropout_mask((*LAST_TOKENS.shape, HIDDEN), 5))
+        mask = rank_chunk(dropout_mask((*LAST_TOKENS.shape, HIDDEN), 5))
     x = x * mask  # fault: dropout of one seed on parts
-    loss = F.cross_entropy(model.head(x).flatten(0, 1), own(LAST_LABELS).flatten(), reduction="sum")
+    loss = F.cross_entropy(model.head(x).flatten(0, 1), rank_chunk(LAST_LABELS).flatten(), reduction="sum")
     (loss / LAST_LABELS.numel()).backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)
@@ -157,7 +156,7 @@ def context_parallel(model: Attention, fault: str) -> None:
     tokens, labels = LONG_TOKENS[:, mine], LONG_LABELS[:, mine]
     positions = mine
     if fault == "positions not permuted":
-        positions = own(torch.arange(LENGTH))  # fault: positions not permuted
+        positions = rank_chunk(torch.arange(LENGTH))  # fault: positions not permuted
     x = model.words(tokens) + model.places(positions)  # fault: positions not permuted
     queries, keys, values = model.inputs(model.norm(x)).chunk(3, -1)
     sums = fault != "slice behind keys"
@@ -166,7 +165,7 @@ def context_parallel(model: Attention, fault: str) -> None:
     later = every[None] > mine[:, None]
     if fault == "mask not permuted":
         places = torch.arange(LENGTH)
-        later = places[None] > own(places)[:, None]  # fault: mask not permuted
+        later = places[None] > rank_chunk(places)[:, None]  # fault: mask not permuted
     mixed = attend(queries, keys, values, later)  # fault: mask not permuted
     x = x + model.outputs(mixed)
     count = (labels != IGNORED).sum()

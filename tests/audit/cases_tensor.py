@@ -77,9 +77,14 @@ class FromRanks(torch.autograd.Function):
         return gradient, None
 
 
+def rank_chunk(x: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = 0) -> torch.Tensor:
+    """This rank's part."""
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
 def part(weight: torch.Tensor, dim: int) -> nn.Parameter:
     """This rank's part of a weight."""
-    return nn.Parameter(weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone())
+    return nn.Parameter(rank_chunk(weight.detach(), dim=dim).clone())
 
 
 def layers(model: Net, fault: str) -> None:

@@ -8,7 +8,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
 from case import Case
-from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, one_device, part
+from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, Net, one_device, part, rank_chunk
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -25,11 +25,6 @@ HEADS = 2
 def ranks(axis: str = "tp") -> DeviceMesh:
     """All ranks in one axis."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
-
-
-def mine(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a batch."""
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def own_parts(model: Net) -> None:
@@ -228,7 +223,7 @@ def pair_of_one_device(model: Pair) -> None:
 
 def pair(model: Pair, fault: str) -> None:
     """Every rank matches its left side with all right sides."""
-    left, right = model(mine(TOKENS))
+    left, right = model(rank_chunk(TOKENS))
     if fault == "features of other ranks without gradient":
         every = [torch.empty_like(right) for _ in range(dist.get_world_size())]
         dist.all_gather(every, right.detach())
@@ -244,7 +239,7 @@ def pair(model: Pair, fault: str) -> None:
 
 def summed_loss(model: Net, fault: str) -> None:
     """The loss of all tokens, of which every rank has some."""
-    loss = model(mine(TOKENS), mine(LABELS)) / dist.get_world_size()
+    loss = model(rank_chunk(TOKENS), rank_chunk(LABELS)) / dist.get_world_size()
     if fault == "gradient of a summed loss":
         loss = differentiable.all_reduce(loss)  # fault: gradient of a summed loss
     else:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from case import Case
-from cases_data import Enter, Leave, own
-from cases_tensor import HIDDEN, Block
+from cases_data import Enter, Leave
+from cases_tensor import HIDDEN, Block, rank_chunk
 from torch import nn
 
 ROWS = 15  # not a multiple of tp
@@ -84,7 +84,7 @@ class RowParallel(nn.Module):
     def __init__(self, whole: nn.Linear, fault: str) -> None:
         super().__init__()
         self.fault = fault
-        self.weight = nn.Parameter(own(whole.weight.detach(), dim=1).clone())
+        self.weight = nn.Parameter(rank_chunk(whole.weight.detach(), dim=1).clone())
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,8 +146,8 @@ def split_words(model: WordNet, fault: str) -> None:
     everyone = dist.group.WORLD
     words, head = WordsOfRank(model.words, fault), HeadOfRank(model.head, fault)
     layer = model.layer
-    layer.up.weight = nn.Parameter(own(layer.up.weight.detach()).clone())
-    layer.up.bias = nn.Parameter(own(layer.up.bias.detach()).clone())
+    layer.up.weight = nn.Parameter(rank_chunk(layer.up.weight.detach()).clone())
+    layer.up.bias = nn.Parameter(rank_chunk(layer.up.bias.detach()).clone())
     layer.down = RowParallel(layer.down, fault)
     x = words(WORDS)
     x = x + layer.down(F.gelu(layer.up(Enter.apply(layer.norm(x), everyone))))

@@ -40,18 +40,13 @@ def one_device(model: nets.Net) -> None:
     stepped(model, nets.TOKENS, nets.LABELS)
 
 
-def own(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a batch."""
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 def with_ddp(model: nets.Net) -> None:
-    stepped(DistributedDataParallel(model), own(nets.TOKENS), own(nets.LABELS))
+    stepped(DistributedDataParallel(model), nets.rank_chunk(nets.TOKENS), nets.rank_chunk(nets.LABELS))
 
 
 def with_fsdp(model: nets.Net) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    stepped(model, own(nets.TOKENS), own(nets.LABELS))
+    stepped(model, nets.rank_chunk(nets.TOKENS), nets.rank_chunk(nets.LABELS))
 
 
 def with_tensor_parallel(model: nets.Net) -> None:

@@ -52,9 +52,10 @@ def context() -> None:
 
 def muon() -> None:
     """Steps of Muon on shards beside torch's."""
-    from benchmarks.muon import measured, print_muon
+    from benchmarks.muon import print_muon
+    from benchmarks.steps import measured
 
-    print_muon(CONSOLE, measured())
+    print_muon(CONSOLE, measured("muon_worker"))
 
 
 def audit() -> None:

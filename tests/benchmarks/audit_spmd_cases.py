@@ -29,9 +29,9 @@ MASK = dropout_mask((*LAST_LABELS.shape, HIDDEN), 5)
 
 
 @spmd.no_typecheck
-def own(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def rank_chunk(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """This rank's part, which has no type yet."""
-    return cases_data.own(x, dim=dim).clone()
+    return cases_tensor.rank_chunk(x, dim=dim).clone()
 
 
 def inputs(kind: Any, *tensors: torch.Tensor) -> Any:
@@ -52,8 +52,8 @@ def reduced(parameters: Sequence[nn.Parameter], some: Sequence[nn.Parameter] | N
 def split_layers(model: Any, layers: Iterable[Any], rest: Any) -> None:
     """Keep this rank's part of the layers. What is not split is I or R."""
     for layer in layers:
-        layer.up.weight, layer.up.bias = (nn.Parameter(own(p.data)) for p in layer.up.parameters())
-        layer.down.weight = nn.Parameter(own(layer.down.weight.data, dim=1))
+        layer.up.weight, layer.up.bias = (nn.Parameter(rank_chunk(p.data)) for p in layer.up.parameters())
+        layer.down.weight = nn.Parameter(rank_chunk(layer.down.weight.data, dim=1))
         spmd.assert_type([layer.up.weight, layer.up.bias, layer.down.weight], V)
     spmd.assert_type([p for p in model.parameters() if not spmd.has_local_type(p)], rest)
 
@@ -125,7 +125,7 @@ def sequence_parallel(model: Any, mesh: DeviceMesh, fault: str) -> None:
     tp = mesh.get_group()
     spmd.assert_type(model.head.weight, I)
     split_layers(model, model.layers, R)
-    (tokens,), (labels, mask) = inputs(V, own(LAST_TOKENS)), inputs(I, LAST_LABELS, MASK)
+    (tokens,), (labels, mask) = inputs(V, rank_chunk(LAST_TOKENS)), inputs(I, LAST_LABELS, MASK)
     x = model.words(tokens)
     for layer in model.layers:
         way = I if fault == "slice behind split linear" else R
@@ -143,7 +143,7 @@ def sequence_parallel(model: Any, mesh: DeviceMesh, fault: str) -> None:
 def data_parallel(model: Any, mesh: DeviceMesh, fault: str) -> None:
     dp = mesh.get_group()
     everything = spmd.assert_type(list(model.parameters()), R)
-    tokens, labels = inputs(V, own(TOKENS), own(LABELS))
+    tokens, labels = inputs(V, rank_chunk(TOKENS), rank_chunk(LABELS))
     loss = model(tokens, labels)
     if fault == "gradient of a summed loss":
         spmd.all_reduce(loss, dp, dst=R).backward()  # fault: gradient of a summed loss
@@ -186,7 +186,7 @@ def split_sequence(model: Any, mesh: DeviceMesh, fault: str) -> None:
     mine = range(EXPERTS // 2) if dist.get_rank() == 0 else range(EXPERTS // 2, EXPERTS)
     shared = spmd.assert_type([model.words.weight, model.head.weight, model.router.weight], R)
     spmd.assert_type([p for e in mine for p in model.experts[e].parameters()], V)
-    tokens, labels = (x.flatten() for x in inputs(V, own(TOKENS), own(LABELS)))
+    tokens, labels = (x.flatten() for x in inputs(V, rank_chunk(TOKENS), rank_chunk(LABELS)))
     x = model.words(tokens)
     likely = model.router(x).softmax(-1)
     gates, counts = routed(likely)

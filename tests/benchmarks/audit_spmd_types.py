@@ -95,7 +95,7 @@ def _compared() -> list[str]:
         lines = sum(bool(WRITTEN.search(line)) for line in source.splitlines())
         for name in faults.split("; "):
             case, start = cases[name], time.perf_counter()
-            (found, at_line), (alarm, _) = _found(run, case, name), _found(run, case, "")
+            (found, at_line), (alarm, _) = _named(run, case, name), _named(run, case, "")
             middle = time.perf_counter()
             report, twin = case.audit(True), case.audit(False)
             marked, kinds = case.marked(), {f.kind for f in report.findings}
@@ -114,7 +114,7 @@ def _row(name: str, cells: list[Any]) -> str:
     return f"| {name} | {' | '.join(f'{w:.2f}' if isinstance(w, float) else str(w) for w in words)} |"
 
 
-def _found(run: Any, case: Any, fault: str) -> tuple[bool, bool]:
+def _named(run: Any, case: Any, fault: str) -> tuple[bool, bool]:
     """Whether the check of spmd_types fails, and at a line that is marked with the fault."""
     import spmd_types as spmd  # type: ignore[import-not-found]
     from spmd_types.checker import typecheck  # type: ignore[import-not-found]

@@ -1,4 +1,4 @@
-"""Started by `benchmarks.muon` on 4 processes: steps of Muon on sharded matrices, torch's and ours by turns.
+"""Started by `benchmarks.steps` on 4 processes: steps of Muon on sharded matrices, torch's and ours by turns.
 
 Argument: the file that the first rank writes its figures to, as JSON.
 """
@@ -28,7 +28,7 @@ PLACEMENTS = {"fsdp=4": (Shard(0),), "fsdp=2,tp=2": (Shard(0), Shard(1)), "dp=4"
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     autoshard.init_process_group()
-    found: dict[str, dict[str, float]] = {}
+    rows: list[dict[str, object]] = []
     for name, placements in PLACEMENTS.items():
         sizes = (4,) if len(placements) == 1 else (2, 2)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "tp")[: len(sizes)])
@@ -48,11 +48,12 @@ def main(out: Path) -> None:
                 if turn:
                     seconds[side].append(worst_of(time.perf_counter() - start))
                 weights[side] = [gathered(p) for p in params]
-        found[name] = {side: median(each) for side, each in seconds.items()}
         pairs = zip(weights["torch"], weights["ours"], strict=True)
-        found[name]["difference"] = max(float((a - b).abs().max()) for a, b in pairs)
+        difference = max(float((a - b).abs().max()) for a, b in pairs)
+        medians = {side: median(each) for side, each in seconds.items()}
+        rows.append({"mesh": name, **medians, "difference": difference})
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
 """Muon on sharded matrices: each is put together on one rank, orthogonalised there, and sent back in parts.
 
 Momentum and updates are made on shards. Only what is orthogonalised needs the matrix: bfloat16, to one rank
-and back, where gathering sends it to all and makes all compute the same. Matrices that no rank divides are
-not sent at all.
+and back, where gathering sends it to all and makes all compute the same. What replicas have is only sent
+back; experts that are divided by number, and have no replicas, are not sent at all.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is scalable
 for LLM training", 2502.16982 (scale of updates).
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import Any
 
@@ -38,9 +38,8 @@ class Muon(torch.optim.Muon):
     Its state is that of torch.optim.Muon, so that checkpoints of either are those of the other.
 
     Args:
-        params: matrices, or batches of them ([experts, rows, columns]); the rest of a model takes another
-        optimizer. lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as of
-        torch.optim.Muon.
+        params: matrices, or batches of them ([experts, rows, columns]); others take another optimizer.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch's.
 
     Raises:
         UsageError: a parameter has one dim or more than three, or `adjust_lr_fn` is not known.
@@ -80,6 +79,11 @@ class Muon(torch.optim.Muon):
                         why="it orthogonalises matrices",
                         hint="give norms and biases, and by custom embeddings and heads, to AdamW",
                     )
+        self._ways = _Ways()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._ways = _Ways()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,13 +96,10 @@ class Muon(torch.optim.Muon):
             def orthogonal(x: torch.Tensor, group: dict[str, Any] = group) -> torch.Tensor:
                 return newton_schulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-            for number, update in orthogonalised(given, updates, orthogonal):
-                p = given[number]
-                mine = local(p)
+            for number, update in self._ways.orthogonalised(given, updates, orthogonal):
+                mine, scale = local(given[number]), _scale(given[number].shape, group["adjust_lr_fn"])
                 mine.mul_(1 - group["lr"] * group["weight_decay"])
-                mine.add_(
-                    update.view(mine.shape), alpha=-group["lr"] * _scale(p.shape, group["adjust_lr_fn"])
-                )
+                mine.add_(update.view(mine.shape), alpha=-group["lr"] * scale)
         return loss
 
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
@@ -140,12 +141,13 @@ def newton_schulz(
 @dataclass(frozen=True)
 class _Shared:
     """A matrix of several ranks. parts: of every rank of the group; copies: which copy of the matrix that is
-    of."""
+    of. among: the mesh and its axes that they are over. number: of its parameter in a step."""
 
-    number: int
+    among: tuple[DeviceMesh, tuple[int, ...]]
     shape: tuple[int, ...]
     parts: tuple[PartOfTensor, ...]
     copies: tuple[tuple[int, ...], ...]
+    number: int = -1
 
     @property
     def flop(self) -> int:
@@ -158,63 +160,57 @@ class _Shared:
         return self.parts[rank].numel if self.copies[rank] == self.copies[owner] else 0
 
 
-def orthogonalised(
-    params: Sequence[torch.Tensor],
-    updates: Sequence[torch.Tensor],
-    orthogonal: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """This rank's parts of all updates once they are orthogonal, with the parameters' numbers. Collective."""
-    shared: dict[tuple[DeviceMesh, tuple[int, ...]], list[_Shared]] = defaultdict(list)
-    for number, p in enumerate(params):
-        axes = _axes(p)
-        if axes:
-            assert isinstance(p, DTensor)
-            shared[p.device_mesh, axes].append(_shared(number, p, axes))
-        else:
-            yield number, orthogonal(updates[number])
-    for (mesh, axes), matrices in shared.items():
-        yield from _exchanged(group_over(mesh, axes), matrices, updates, orthogonal)
+class _Ways:
+    """Which ranks share which matrices: worked out once."""
+
+    def __init__(self) -> None:
+        self._matrices: dict[torch.Tensor, _Shared | None] = {}
+        self._groups: dict[tuple[DeviceMesh, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def orthogonalised(
+        self,
+        params: Sequence[torch.Tensor],
+        updates: Sequence[torch.Tensor],
+        orthogonal: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's parts of all updates once orthogonal, and the parameters' numbers. Collective."""
+        shared: dict[tuple[DeviceMesh, tuple[int, ...]], list[_Shared]] = defaultdict(list)
+        for number, p in enumerate(params):
+            if p not in self._matrices:
+                self._matrices[p] = _shared(p)
+            matrix = self._matrices[p]
+            if matrix is None:
+                yield number, orthogonal(updates[number])
+            else:
+                shared[matrix.among].append(replace(matrix, number=number))
+        for among, matrices in shared.items():
+            if among not in self._groups:
+                self._groups[among] = group_over(*among)
+            yield from _exchanged(self._groups[among], matrices, updates, orthogonal)
 
 
-def _dim(placed: Any) -> int | None:
-    """The dim that a placement divides, None for a replica."""
-    return None if placed.is_replicate() else int(placed.dim)
-
-
-def _divides_matrices(p: DTensor) -> bool:
-    """Whether some mesh axis divides the matrices themselves, not only their number."""
-    dims = [_dim(placed) for k, placed in enumerate(p.placements) if p.device_mesh.size(k) > 1]
-    return any(dim is not None and dim >= p.dim() - 2 for dim in dims)
-
-
-def _axes(p: torch.Tensor) -> tuple[int, ...]:
-    """The mesh axes over whose ranks a parameter's matrices are shared out."""
+def _shared(p: torch.Tensor) -> _Shared | None:
+    """What every rank that has a part or a copy of a parameter's matrices has, in their order; None if this
+    rank has them to itself."""
     if not isinstance(p, DTensor):
-        return ()
-    divided = _divides_matrices(p)
-    return tuple(
-        k
-        for k, placed in enumerate(p.placements)
-        if p.device_mesh.size(k) > 1 and (divided or placed.is_replicate())
-    )
-
-
-def _shared(number: int, p: DTensor, axes: tuple[int, ...]) -> _Shared:
-    """What every rank of the group over some axes has, in the group's order."""
+        return None
     mesh, place = p.device_mesh, p.device_mesh.get_coordinate()
     assert place is not None
-    divided = _divides_matrices(p)
+    # the dim that each mesh axis divides, None for replicas
+    dims = {k: getattr(x, "dim", None) for k, x in enumerate(p.placements) if mesh.size(k) > 1}
+    divided = any(dim is not None and dim >= p.dim() - 2 for dim in dims.values())
+    axes = tuple(k for k, dim in dims.items() if divided or dim is None)
     parts, copies = [], []
     for k in range(prod(mesh.size(axis) for axis in axes)):
         there = list(place)
         for axis in reversed(axes):
             k, there[axis] = divmod(k, mesh.size(axis))
         parts.append(part_at(p.shape, mesh.shape, p.placements, there))
-        copies.append(tuple(there[axis] for axis in axes if p.placements[axis].is_replicate()))
+        copies.append(tuple(there[axis] for axis in axes if dims[axis] is None))
     if divided:
-        return _Shared(number, tuple(p.shape), tuple(parts), tuple(copies))
+        return _Shared((mesh, axes), tuple(p.shape), tuple(parts), tuple(copies))
     mine = tuple(local(p).shape)  # replicas of experts: theirs is all of it
-    return _Shared(number, mine, (all_of(mine),) * len(parts), tuple(copies))
+    return _Shared((mesh, axes), mine, (all_of(mine),) * len(parts), tuple(copies)) if axes else None
 
 
 def _exchanged(
@@ -245,11 +241,13 @@ def _exchanged(
 def _rounds(matrices: Sequence[_Shared], ways: int) -> Iterator[list[_Shared]]:
     """As many matrices as ranks can share, in as few bytes as that takes."""
     some: list[_Shared] = []
+    nbytes = 0
     for matrix in sorted(matrices, key=lambda m: (-m.flop, m.number)):
         some.append(matrix)
-        if len(some) >= ways and sum(2 * prod(m.shape) for m in some) >= _ROUND_BYTES:
+        nbytes += 2 * prod(matrix.shape)
+        if len(some) >= ways and nbytes >= _ROUND_BYTES:
             yield some
-            some = []
+            some, nbytes = [], 0
     if some:
         yield some
 
