@@ -174,7 +174,7 @@ def flat_buffer(model: Any, mesh: DeviceMesh, fault: str) -> None:
         step = 0.1 * torch.cat([p.grad.flatten() for p in parameters])
         shard = spmd.convert(flat - step, dp, src=R, dst=S(0)).clone()
         if fault:
-            cases_data.own(flat).copy_(shard)  # fault: shard not gathered
+            cases_tensor.rank_chunk(flat).copy_(shard)  # fault: shard not gathered
         else:
             dist.all_gather_into_tensor(flat, shard)
         for p, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
