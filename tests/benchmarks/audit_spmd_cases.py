@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import cases_data  # type: ignore[import-not-found]
 import cases_tensor  # type: ignore[import-not-found]
 import cases_vocabulary as vocabulary  # type: ignore[import-not-found]
 import spmd_types as spmd  # type: ignore[import-not-found]
