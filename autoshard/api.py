@@ -222,7 +222,8 @@ def load(
     ranks = CompilingRanks.of(devices)
     where = whole_mesh(Mesh.parse(plan.mesh), plan)
     options = PlanOptions(precision=plan.precision, tile_rows=plan.tile_rows or None)
-    compiler = ModelCompiler(where, known, options, PassOptions(codegen=program.codegen), rules, ranks)
+    passes = PassOptions(codegen=program.codegen, cuda_graphs=program.cuda_graphs)
+    compiler = ModelCompiler(where, known, options, passes, rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))
     return cast(M, bind(program, model, devices, seed=seed, captured=captured))
 

@@ -125,6 +125,7 @@ class PassOptions:
         "[default: inductor on GPUs]",
         metavar="inductor|interpreter",
     )
+    cuda_graphs: bool = option(False, "a step is recorded and launched at once, on GPUs")
     offload: str = option("", "instead of the plan's", hidden=True)
 
     def __post_init__(self) -> None:

@@ -70,6 +70,7 @@ def run_command(
         from autoshard.runtime.corpus import load_corpus
         from autoshard.runtime.groups import world_size
         from autoshard.runtime.microbatch import whole_batch
+        from autoshard.runtime.module import ParallelModule
         from autoshard.runtime.step_log import StepLog
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
 
@@ -97,6 +98,8 @@ def run_command(
                         tell(report)
 
             reports = train(model, feed, steps=steps, lr=lr, clip=clip or None, on_step=on_step)
+            assert isinstance(model, ParallelModule)
+            model.release_graphs()
             if first:
                 _report(folder, program, source, reports, rank_bytes, model_bytes, json)
 

@@ -76,6 +76,7 @@ define(
     _fake,
     backward=_backward,
     save=_save,
+    waits=True,
 )
 
 

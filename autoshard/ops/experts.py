@@ -263,16 +263,19 @@ define(
     "route(Tensor chosen, int num_experts) -> Tensor",
     route,
     lambda chosen, num_experts: chosen.new_empty((num_experts * chosen.shape[0],)),
+    waits=True,
 )
 define(
     "route_part(Tensor chosen, int num_experts, int offset) -> Tensor",
     route_part,
     lambda chosen, num_experts, offset: chosen.new_empty((num_experts * chosen.shape[0],)),
+    waits=True,
 )
 define(
     "route_one(Tensor chosen, int num_experts) -> Tensor",
     route_one,
     lambda chosen, num_experts: chosen.new_empty((chosen.shape[0],)),
+    waits=True,
 )
 define(
     "stands_for(Tensor rows, int[] shape) -> Tensor",

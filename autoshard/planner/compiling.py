@@ -98,7 +98,12 @@ def compile_analysed(
         warn_of(terms)
     say("emitting programs")
     program = lower_plan(plan, analysis, planned.cluster, passes, say, terms)
-    return replace(program, user_ops=_user_ops(analysis), codegen=passes.codegen)
+    return replace(
+        program,
+        user_ops=_user_ops(analysis),
+        codegen=passes.codegen,
+        cuda_graphs=passes.cuda_graphs,
+    )
 
 
 def _user_ops(analysis: Analysis) -> tuple[str, ...]:

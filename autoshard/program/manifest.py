@@ -59,6 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     alone: _Texts
     offload: Text = ""
     codegen: Codegen = ""
+    cuda_graphs: bool = False
     signature: StoredSignature
     original_results: _Texts
     files: Annotated[dict[Text, Text], Meta(max_length=MAX_ENTRIES)]

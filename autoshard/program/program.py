@@ -98,7 +98,8 @@ class Program:
     computed for every microbatch by itself, where the whole batch would give something else. classes: port
     name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
     for a program whose folder does not say.
-    offload: what lives in host memory. state: of the captured model. codegen: how its ops run (`options`).
+    offload: what lives in host memory. state: of the captured model. codegen, cuda_graphs: how its ops run
+    (`autoshard.PassOptions`).
     """
 
     mesh: str
@@ -121,6 +122,7 @@ class Program:
     alone: tuple[str, ...] = ()
     state: StoredState = StoredState()
     codegen: str = ""
+    cuda_graphs: bool = False
 
     @cached_property
     def precision(self) -> MixedPrecision:

@@ -54,7 +54,7 @@ T = TypeVar("T")
 #: bytes of one file; the texts of real programs are far smaller
 _LARGEST = 1 << 30
 #: what programs and signatures have in common with the manifest
-_SAID = ("mesh", "target", "options", "user_ops", "microbatches", "sums", "alone", "codegen")
+_SAID = ("mesh", "target", "options", "user_ops", "microbatches", "sums", "alone", "codegen", "cuda_graphs")
 _STORED = tuple(name for name in StoredSignature.__struct_fields__ if name != "results")
 #: what reading a folder may raise that was changed by hand, or is not whole
 _DAMAGE = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -29,6 +29,7 @@ from autoshard.runtime.checks.agreement import WeightHashes
 from autoshard.runtime.checks.call_guard import CallGuard, Captured
 from autoshard.runtime.checks.recapture import same_graph_as_stored
 from autoshard.runtime.eager_calls import EagerCalls
+from autoshard.runtime.executor import Values
 from autoshard.runtime.family import BoundProgram, ProgramFamily
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.optim.dropout_clock import DropoutClock
@@ -37,7 +38,7 @@ from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
 from autoshard.runtime.optim.plain_steps import run_plain_steps
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.parallel_class import FORWARD, as_built, parallel_class
-from autoshard.runtime.runner import Given, Runner
+from autoshard.runtime.runner import Given, Runner, Watched
 from autoshard.runtime.saving import saves_full
 from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.sized_programs import SizedPrograms
@@ -56,6 +57,39 @@ from autoshard.torch_adapters.hooks import (
 from autoshard.torch_adapters.records import to_records
 
 
+@dataclass(frozen=True)
+class PlainPass:
+    """A call whose forward ran op by op. env: what it leaves for backward. watched: see `Runner.watched`."""
+
+    runner: Runner
+    env: Values
+    watched: Sequence[Watched]
+
+    @classmethod
+    def forward(
+        cls,
+        runner: Runner,
+        params: Sequence[Any],
+        inputs: Sequence[Any],
+        buffers: dict[str, torch.Tensor],
+        rows: Rows | None,
+    ) -> tuple[PlainPass, list[Any]]:
+        """(the call, its outputs)."""
+        env = runner.forward(params, inputs, buffers)
+        if runner.guard is not None:
+            runner.guard.after_forward(env)
+        runner.update_buffers(env, buffers)
+        outs = runner.outputs(env, rows)
+        for value in runner.rank_program.returned_only:
+            env.pop(value, None)
+        return cls(runner, env, runner.watched(env, params)), outs
+
+    def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], DTensor]:
+        """Gradients by kind and target."""
+        self.env.update(tangents)
+        return self.runner.gradients(self.runner.backward(self.env))
+
+
 class _Run(torch.autograd.Function):
     """The program as one autograd node: parameters and inputs in, outputs out."""
 
@@ -72,20 +106,16 @@ class _Run(torch.autograd.Function):
         # without gradients there is no backward that could want other outputs
         wanted = any(ctx.needs_input_grad)
         ctx.retry = Retry.of(runner, module, tensors, count, buffers) if wanted else None
-        env = runner.forward(tensors[:count], tensors[count:], buffers)
-        if runner.guard is not None:
-            runner.guard.after_forward(env)
-        runner.update_buffers(env, buffers)
+        given = tensors[:count], tensors[count:], buffers, rows
+        recorded = runner.graphs.forward(*given) if wanted and runner.graphs is not None else None
+        ctx.ran, outs = recorded or PlainPass.forward(runner, *given)
         if module.training:
             runner.clock.calls += 1
-        outs = runner.outputs(env, rows)
-        for value in runner.rank_program.returned_only:
-            env.pop(value, None)
         positions = runner.output_positions
         plain = [o for o, k in zip(outs, positions, strict=True) if k not in runner.with_gradient]
         ctx.mark_non_differentiable(*plain)
         ctx.set_materialize_grads(False)
-        ctx.runner, ctx.env, ctx.watched = runner, env, runner.watched(env, tensors[:count])
+        ctx.runner = runner
         ctx.given = [Given.of(x) for x in tensors[count:]]
         ctx.positions = positions
         return tuple(outs)
@@ -95,22 +125,22 @@ class _Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         runner: Runner = ctx.runner
-        if ctx.env is None:
+        if ctx.ran is None:
             raise UsageError(
                 "backward runs a second time through one call of the model",
                 why="what it needs from forward is freed the first time, also with retain_graph=True",
                 hint="add the losses up and call backward once, or call the model again",
             )
-        env, ctx.env = ctx.env, None
-        runner.check_unchanged(ctx.watched)
+        ran, ctx.ran = ctx.ran, None
+        runner.check_unchanged(ran.watched)
         by_position = dict(zip(ctx.positions, grads, strict=True))
         missed = [k for k, g in by_position.items() if g is not None and k not in runner.tangent_positions]
         if missed:
-            runner, env = ctx.retry.run(missed)
-        for port in runner.tangents:
-            env[port.name] = runner.tangent(by_position[int(port.target)], port)
+            ran = ctx.retry.run(missed)
+            runner = ran.runner
+        tangents = {p.name: runner.tangent(by_position[int(p.target)], p) for p in runner.tangents}
         with runner.waiting():
-            found = runner.backward(env)
+            found = ran.backward(tangents)
         back: list[Any] = [None] * 5
         back += [found.get(("grad", p.target)) for p in runner.params]
         for port, given in zip(runner.inputs, ctx.given, strict=True):
@@ -151,8 +181,8 @@ class Retry:
         before = {n: b.clone() if n in runner.updated else b for n, b in buffers.items()}
         return cls(runner, module, tensors, count, before, copy.copy(runner.clock))
 
-    def run(self, missed: list[int]) -> tuple[Runner, Any]:
-        """The runner of the other program, and what its forward leaves for backward."""
+    def run(self, missed: list[int]) -> PlainPass:
+        """The call, by the other program."""
         module = self.module
         assert isinstance(module, ParallelModule)
         runner = module._autoshard_family.take_all_outputs(module, self.runner, missed).runner
@@ -161,7 +191,7 @@ class Retry:
             env = runner.forward(self.tensors[: self.count], self.tensors[self.count :], self.buffers)
         finally:
             runner.clock = clock
-        return runner, env
+        return PlainPass(runner, env, ())
 
 
 class _NotForAccelerate:
@@ -256,6 +286,13 @@ class ParallelModule(nn.Module):
         with self._autoshard.waiting():
             leaves = _leaves_of_step(self, batch, kwargs)
             return self._autoshard_family.current.stepper.step(self, leaves)
+
+    def release_graphs(self) -> None:
+        """Drop the CUDA graphs of all programs, to be called before ``destroy_process_group()``: NCCL waits
+        for graphs that have its messages. The next step records anew."""
+        for bound in self._autoshard_family.programs:
+            if bound.runner.graphs is not None:
+                bound.runner.graphs.release()
 
     @torch.compiler.disable
     def eval_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
@@ -500,6 +537,7 @@ def _copied(bound: BoundProgram, module: nn.Module, clock: DropoutClock) -> Boun
     """A program, of a copy of its module."""
     runner, stepper = copy.copy(bound.runner), copy.copy(bound.stepper)
     stepper.runner, runner.clock = runner, clock
+    runner.graphs = None if runner.graphs is None else runner.graphs.copied(runner)
     program, captured = runner.program, bound.captured
     state = state_here(module, program.state.attributes)
     same_graph = partial(_as_built, program.signature, same_graph_as_stored(program))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from autoshard.runtime.checks.heartbeat import Heartbeat, patience
 from autoshard.runtime.debugging.dump import dump
 from autoshard.runtime.debugging.nan_trace import NanTrace
 from autoshard.runtime.executor import PartKey, RankProgram, Values
+from autoshard.runtime.graphs import graphs_of
 from autoshard.runtime.groups import RankPlace
 from autoshard.runtime.host import in_host_memory
 from autoshard.runtime.optim.dropout_clock import DropoutClock
@@ -58,7 +59,9 @@ from autoshard.torch_adapters.groups import default_store
 from autoshard.torch_adapters.modes import below_autograd
 
 #: an end of a program, the tensor given for it, and its version then
-_Watched = tuple[Port, torch.Tensor, int]
+Watched: TypeAlias = "tuple[Port, torch.Tensor, int]"
+#: (kind, target) of a gradient -> the rank's part of it and its value in the program
+Parts: TypeAlias = "dict[tuple[str, str], tuple[torch.Tensor, str]]"
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Runner:
         self.kept = self.rank_program.kept_ports()
         self.arguments = Arguments(users_class(module).forward, program.signature)
         self.agree = agreement_of(self)
+        self.graphs = graphs_of(self)
         #: value -> how it lies, once it was made a DTensor
         self._specs: dict[str, Spec] = {}
         self._alike: dict[Spec, Spec] = {} if like is None else like._alike
@@ -418,10 +422,14 @@ class Runner:
         return records.from_records(output) if self.returns_records else output
 
     def forward(
-        self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
+        self,
+        params: Sequence[Any],
+        inputs: Sequence[Any],
+        buffers: Mapping[str, torch.Tensor],
+        seed: torch.Tensor | None = None,
     ) -> Values:
         """Run the forward part of a single stage; the values that backward needs."""
-        env = self.entry(self.taken(params), inputs)
+        env = self.entry(self.taken(params), inputs, seed=seed)
         env.nans = NanTrace.if_asked(self.rank_program.places, forward=True)
         self.enter_buffers(env, buffers, 0)
         self.run(env, (0, "gather", 0))
@@ -435,11 +443,13 @@ class Runner:
         inputs: Sequence[Any],
         call: int = 0,
         only: Collection[str] | None = None,
+        seed: torch.Tensor | None = None,
     ) -> Values:
         """What a microbatch begins with.
 
         params: what the rank holds of the parameters, () for none. call: which of the step's calls of the
-        program it is. only: the inputs that are needed, None for all.
+        program it is. only: the inputs that are needed, None for all. seed: of dropout, None for that of the
+        clock.
         """
         env = self.rank_program.start()
         env.update(self.constants)
@@ -450,10 +460,11 @@ class Runner:
                 env[port.name] = self.input_shard(value, port)
         if self.seed_port is not None:
             number = self.clock.seed(self.seed, call)
-            env[self.seed_port.name] = torch.tensor(number, device=self.device)
+            # not torch.tensor, which waits for the device
+            env[self.seed_port.name] = torch.full((), number, device=self.device) if seed is None else seed
         return env
 
-    def enter_buffers(self, env: Values, buffers: dict[str, torch.Tensor], stage: int) -> None:
+    def enter_buffers(self, env: Values, buffers: Mapping[str, torch.Tensor], stage: int) -> None:
         """The buffers of a stage, whose forward comes next, as they are now."""
         self.forward_of = stage
         for port in self.program.signature.ports:
@@ -467,13 +478,14 @@ class Runner:
         with torch.autocast(self.device.type, enabled=False), below_autograd():
             self.rank_program.run(env, key)
 
-    def watched(self, env: dict[str, Any], params: Sequence[torch.Tensor]) -> list[_Watched]:
-        """Parameters and inputs that backward reads, with how often they were changed in place so far."""
+    def watched(self, env: dict[str, Any], params: Sequence[torch.Tensor]) -> list[Watched]:
+        """Parameters and inputs that backward reads, with how often they were changed in place so far. env:
+        what is in neither is not looked at."""
         given = {p.name: x for p, x in zip(self.params, params, strict=True)}
-        values = [(p, given.get(p.name, env[p.name])) for p in self.kept]
-        return [(p, x, x._version) for p, x in values if not x.is_inference()]
+        values = [(p, given.get(p.name, env.get(p.name))) for p in self.kept]
+        return [(p, x, x._version) for p, x in values if x is not None and not x.is_inference()]
 
-    def check_unchanged(self, watched: Sequence[_Watched]) -> None:
+    def check_unchanged(self, watched: Sequence[Watched]) -> None:
         for port, value, version in watched:
             if value._version != version:
                 name = self.input_name(port) if port.kind == "input" else port.target
@@ -525,7 +537,7 @@ class Runner:
             made = self._alike_dtensor(host)
         return made if self.agree is None else agreeing(made, self.agree)
 
-    def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
+    def update_buffers(self, env: dict[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.
 
         A microbatch still has the values of stages before on the same rank, which later ones have replaced.
@@ -544,23 +556,29 @@ class Runner:
             return grad.redistribute(self.mesh, torch_placements(placed.layout)).to_local().contiguous()
         return shard_tensor(grad, placed.layout, self.shape.sizes, self.coords)
 
-    def backward(self, env: Values) -> dict[tuple[str, str], DTensor]:
-        """Run everything behind forward on a single stage; gradients by kind and target."""
+    def backward(self, env: Values) -> Parts:
+        """Run everything behind forward on a single stage; the rank's parts of gradients."""
         env.nans = env.nans or NanTrace.if_asked(self.rank_program.places, forward=False)
         for phase in ("backward", "weight", "reduce"):
             self.run(env, (0, phase, 0))
         if env.nans is not None:
             env.nans.check(self)
-        found: dict[tuple[str, str], DTensor] = {}
+        found: Parts = {}
         given: set[str] = set()
         for result in self.program.signature.results:
             if result.kind in ("grad", "input_grad"):
                 # two parameters may have the same gradient, which each may change in place
-                local = env[result.value].clone() if result.value in given else env[result.value]
+                part = env[result.value].clone() if result.value in given else env[result.value]
                 given.add(result.value)
-                placed = self.gradient if result.kind == "grad" else self.placed
-                found[result.kind, result.target] = placed(local, result.value)
+                found[result.kind, result.target] = part, result.value
         return found
+
+    def gradients(self, parts: Parts) -> dict[tuple[str, str], DTensor]:
+        """Gradients by kind and target."""
+        return {
+            key: self.gradient(*part) if key[0] == "grad" else self.placed(*part)
+            for key, part in parts.items()
+        }
 
     def input_grad(self, grad: DTensor | None, port: Port, given: Given) -> torch.Tensor | None:
         """The gradient of an input, in the form in which the input was given."""

@@ -34,7 +34,7 @@ from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.hooks import run_gradient_hooks, run_post_accumulate_hooks
 
 if TYPE_CHECKING:
-    from autoshard.runtime.runner import Runner
+    from autoshard.runtime.runner import Parts, Runner
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -94,14 +94,22 @@ class Stepper:
         """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
         remember(self.members)
         run = _StepRun(self, module, leaves, self.loss_output, self.moves)
-        if self.runner.guard is not None:
-            self.runner.guard.step(module)
+        runner = self.runner
+        if runner.guard is not None:
+            runner.guard.step(module)
         with torch.no_grad():
-            run.moves()
-            run.finish()
+            graphs = runner.graphs
+            recorded = (
+                None if graphs is None else graphs.step(run.params, run.calls, run.buffers, run.recorded)
+            )
+            if recorded is None:
+                run.moves()
+                run.give(run.gradients())
+            else:
+                run.give(recorded[1])
         if module.training:
-            self.runner.clock.calls += self.program.microbatches
-        return run.loss()
+            runner.clock.calls += self.program.microbatches
+        return run.loss() if recorded is None else recorded[0]
 
     @torch.no_grad()
     def evaluate(
@@ -155,10 +163,13 @@ class _StepRun:
         self.buffers = dict(module.named_buffers(remove_duplicate=False))
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
         # every call takes pieces of the same tensors, so that looking at those of one is enough
-        params, inputs = self.runner.arguments_of(module, calls[0])
-        held = self.runner.taken(params)
+        self.params, inputs = self.runner.arguments_of(module, calls[0])
         places = [int(p.target) for p in self.runner.inputs]
-        self.given = [(held, inputs)] + [(held, [call[k] for k in places]) for call in calls[1:]]
+        #: the inputs of every microbatch
+        self.calls: Sequence[Sequence[Any]] = [inputs, *([call[k] for k in places] for call in calls[1:])]
+        #: of dropout, by microbatch; None: those of the clock
+        self.seeds: Sequence[torch.Tensor | None] = [None] * len(self.calls)
+        self.taken: list[torch.Tensor] = []
         self.envs: dict[int, Values] = {}
         self.gathered: dict[str, Any] = {}
         self.sums: dict[tuple[int, str], torch.Tensor] = {}
@@ -174,7 +185,7 @@ class _StepRun:
         for stage in sorted(runner.place.stages):
             made = runner.rank_program.made_by((stage, "gather", 0))
             if made:
-                env = runner.entry(*self.given[0])
+                env = runner.entry(self.taken, self.calls[0], seed=self.seeds[0])
                 runner.run(env, (stage, "gather", 0))
                 self.gathered.update((value, env[value]) for value in made)
             self._count(stage)
@@ -183,15 +194,24 @@ class _StepRun:
         """Add up what a stage counts in all microbatches."""
         made, uses = self.stepper.counted[stage]
         found: list[list[torch.Tensor]] = []
-        for _, inputs in self.given if made else ():
-            env = self.runner.entry((), inputs, only=uses)
+        for inputs, seed in zip(self.calls, self.seeds, strict=True) if made else ():
+            env = self.runner.entry((), inputs, only=uses, seed=seed)
             self.runner.enter_buffers(env, self.buffers, stage)
             self.runner.run(env, (stage, "count", 0))
             found.append([env[value] for value in made])
         totals = [sum(row[1:], row[0]) for row in zip(*found, strict=True)]
         self.gathered.update(zip(made, totals, strict=bool(found)))
 
+    def recorded(
+        self, calls: Sequence[Sequence[torch.Tensor]], seeds: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Parts]:
+        """Loss and gradients for inputs of microbatches that lie elsewhere."""
+        self.calls, self.seeds = calls, seeds
+        self.moves()
+        return self.loss(), self.gradients()
+
     def moves(self) -> None:
+        self.taken, self.losses = self.runner.taken(self.params), []
         self._gather()
         channels, moves = self.stepper.channels, self.order
         if channels is not None:
@@ -208,8 +228,9 @@ class _StepRun:
         action, channels = move.action, self.stepper.channels
         env = self.envs.get(action.microbatch)
         if env is None:
-            params, inputs = self.given[action.microbatch]
-            env = self.envs[action.microbatch] = self.runner.entry(params, inputs, action.microbatch)
+            call = action.microbatch
+            env = self.runner.entry(self.taken, self.calls[call], call, seed=self.seeds[call])
+            self.envs[call] = env
             env.update(self.gathered)
             for _, uses in self.stepper.counted.values():
                 for value in uses:
@@ -281,8 +302,8 @@ class _StepRun:
 
     # -- the end of a step -------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Reduce the gradients and hand them to the parameters."""
+    def gradients(self) -> Parts:
+        """Reduce the gradients; those of parameters of this rank that are trained."""
         env: dict[int, Values] = {}
         for stage in sorted(self.runner.place.stages):
             env[stage] = self.runner.rank_program.start()
@@ -297,6 +318,7 @@ class _StepRun:
         owned = {p.target: p for p in self.runner.params}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         given: set[int] = set()
+        found: Parts = {}
         for result in self.program.signature.results:
             if result.kind != "grad" or result.target not in owned:
                 continue
@@ -306,7 +328,8 @@ class _StepRun:
                 # two parameters may have the same gradient, and each must own its memory
                 grad = grad.clone() if id(grad) in given else grad
                 given.add(id(grad))
-                self._give(parameters[result.target], grad, result.value)
+                found["grad", result.target] = grad, result.value
+        return found
 
     def _over_stages(self, parts: Sequence[torch.Tensor], value: str, port: str) -> torch.Tensor | None:
         """The sum over all stages that hold a parameter."""
@@ -322,10 +345,14 @@ class _StepRun:
             dist.all_reduce(own, group=self.stepper.shared[ranks])
         return own
 
-    def _give(self, parameter: torch.Tensor, grad: torch.Tensor, value: str) -> None:
-        made = run_gradient_hooks(parameter, self.runner.gradient(grad, value))
-        parameter.grad = made if parameter.grad is None else parameter.grad + made
-        run_post_accumulate_hooks(parameter)
+    def give(self, parts: Parts) -> None:
+        """Hand gradients to the parameters."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for (_, target), part in parts.items():
+            parameter = parameters[target]
+            made = run_gradient_hooks(parameter, self.runner.gradient(*part))
+            parameter.grad = made if parameter.grad is None else parameter.grad + made
+            run_post_accumulate_hooks(parameter)
 
     def loss(self, trained: bool = True) -> torch.Tensor:
         """The sum over the microbatches, from the stage that makes it. trained: whether there are gradients,

@@ -19,14 +19,16 @@ def define(
     cuda: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
+    waits: bool = False,
 ) -> None:
     """Add the op ``autoshard::<schema>``.
 
     implementation: for all devices, but for NVIDIA's where there is ``cuda``. fake: types of the outputs.
-    backward, save: its gradient, as ``torch.library.register_autograd`` takes them.
+    backward, save: its gradient, as ``torch.library.register_autograd`` takes them. waits: whether it waits
+    for the device, as for a size that its data decide.
     """
     name = schema.split("(", 1)[0]
-    LIBRARY.define(schema)
+    LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if waits else ())
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     if cuda is not None:
         LIBRARY.impl(name, cuda, "CUDA")

@@ -30,7 +30,8 @@ STEPS_TEXT = """
 ## A step beside eager mode and torch.compile
 
 One GPU, bf16, forward, backward and fused AdamW; all make the same steps. `kernels`: with the kernels around
-norms (`kernels=True`)."""
+norms (`kernels=True`). `graphs`: recorded (`cuda_graphs=True`); its peak is what the
+allocator has."""
 RANKS_TEXT = """
 ## One rank's program beside its simulation
 

@@ -22,7 +22,10 @@ from autoshard.runtime.profile.device import synchronize
 ROUNDS, WARM = 9, 3
 #: sides without us
 PLAIN = ("torch.compile", "eager")
-SIDES = ("torch.compile", "eager", "interpreter", "inductor", "interpreter, kernels", "inductor, kernels")
+SIDES = (
+    *("torch.compile", "eager", "interpreter", "inductor", "interpreter, kernels", "inductor, kernels"),
+    "inductor, kernels, graphs",
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class StepCase:
 
 
 STEPS = (
+    StepCase(12, 768, 12, 12, 2048, 32000, 4, 512),
     StepCase(4, 2048, 16, 8, 5632, 32000, 4, 2048),
     StepCase(4, 4096, 32, 8, 14336, 128256, 1, 4096),
 )
@@ -100,9 +104,12 @@ def forget() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak(device: torch.device) -> float:
-    """Most bytes in use since `forget`."""
-    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
+def peak(device: torch.device, graphs: bool = False) -> float:
+    """Most bytes in use since `forget`. graphs: what the allocator has, as it does not see what they use."""
+    if device.type != "cuda":
+        return 0.0
+    most = torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated
+    return float(most(device))
 
 
 def stepper(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -143,10 +150,16 @@ def _timed(case: StepCase, device: torch.device, name: str) -> tuple[float, floa
     if name == "torch.compile":
         model = torch.compile(model)  # type: ignore[assignment]
     elif name != "eager":
-        codegen, *kernels = name.split(", ")
+        codegen, *more = name.split(", ")
         mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
         model = autoshard.parallelize(
-            model, mesh, example_inputs=inputs, cluster="h100-dgx", codegen=codegen, kernels=bool(kernels)
+            model,
+            mesh,
+            example_inputs=inputs,
+            cluster="h100-dgx",
+            codegen=codegen,
+            kernels="kernels" in more,
+            cuda_graphs="graphs" in more and device.type == "cuda",
         )
     step = stepper(model, inputs)
     start = time.perf_counter()
@@ -157,6 +170,7 @@ def _timed(case: StepCase, device: torch.device, name: str) -> tuple[float, floa
         step()
     synchronize(device)
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     times = []
     for _ in range(ROUNDS):
@@ -164,4 +178,4 @@ def _timed(case: StepCase, device: torch.device, name: str) -> tuple[float, floa
         loss = step()
         synchronize(device)
         times.append(time.perf_counter() - start)
-    return median(times), first, peak(device), float(loss)
+    return median(times), first, peak(device, "graphs" in name), float(loss)
