@@ -269,9 +269,17 @@ def _with_part(local: torch.Tensor, part: LocalPart) -> BlockTensor:
 
 
 def plain_local(local: torch.Tensor) -> torch.Tensor:
-    """The same memory as a plain tensor."""
+    """The same memory as a plain tensor, without gradients."""
+    # most are: an optimizer asks for five of every parameter
+    if type(local) is torch.Tensor and not local.requires_grad:
+        return local
     with torch._C._DisableTorchDispatch():
         return local.detach()
+
+
+def part_of(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def described(x: DTensor) -> DTensor:

@@ -11,15 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from autoshard.torch_adapters.blocks import is_described, plain_local
+from autoshard.torch_adapters.blocks import is_described, part_of, plain_local
 from autoshard.torch_adapters.dtensor import dtensor_like
 from autoshard.torch_adapters.step_hooks import after_steps
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor; without gradients, and sharing its version."""
-    with torch.no_grad():
-        return plain_local(x.to_local() if isinstance(x, DTensor) else x)
+    return plain_local(part_of(x))
 
 
 def parameters_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
