@@ -199,6 +199,7 @@ def load(
     seed: int = 0,
     rules: Rules = None,
     codegen: str = "",
+    cuda_graphs: bool | None = None,
 ) -> M:
     """Make ``model`` run a stored program, on every rank: no capture, no search. Calls of another kind are
     planned as of a model that `parallelize` gave.
@@ -206,7 +207,7 @@ def load(
     A folder may have programs for several numbers of ranks (``autoshard compile --also 24``): that of this
     world is taken. The process group is made from the environment (torchrun) if there is none yet. A program
     only calls ops that are known: one with ops of the user's own needs their ``rules`` again, and raises
-    VerificationError without them. codegen: instead of the program's (`autoshard.PassOptions`).
+    VerificationError without them. codegen, cuda_graphs: instead of the program's (`autoshard.PassOptions`).
     """
     from autoshard.planner.model_compiler import ModelCompiler
     from autoshard.runtime.compile_once import CompilingRanks
@@ -215,14 +216,15 @@ def load(
 
     fill_buffers(model)
     program = load_program(folder_for(folder, mesh.size() if mesh else world_size()), rules=rules)
-    program = replace(program, codegen=check_codegen(codegen) or program.codegen)
+    graphs = program.cuda_graphs if cuda_graphs is None else cuda_graphs
+    program = replace(program, codegen=check_codegen(codegen) or program.codegen, cuda_graphs=graphs)
     devices = device_mesh_for(program.whole_mesh, mesh)
     plan = plan_from_json(program.plan)
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
     where = whole_mesh(Mesh.parse(plan.mesh), plan)
     options = PlanOptions(precision=plan.precision, tile_rows=plan.tile_rows or None)
-    passes = PassOptions(codegen=program.codegen, cuda_graphs=program.cuda_graphs)
+    passes = PassOptions(codegen=program.codegen, cuda_graphs=graphs)
     compiler = ModelCompiler(where, known, options, passes, rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))
     return cast(M, bind(program, model, devices, seed=seed, captured=captured))

@@ -44,6 +44,11 @@ CodegenOption = Annotated[
     typer.Option("--codegen", metavar="inductor|interpreter", help="instead of the program's"),
 ]
 
+GraphsOption = Annotated[
+    bool | None,
+    typer.Option("--cuda-graphs/--no-cuda-graphs", help="instead of the program's"),
+]
+
 
 def run_command(
     folder: opt.FolderArgument,
@@ -55,6 +60,7 @@ def run_command(
     log: LogOption = None,
     cluster: PeakOption = None,
     codegen: CodegenOption = "",
+    cuda_graphs: GraphsOption = None,
     target: opt.OtherTarget = None,
     rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
@@ -86,7 +92,14 @@ def run_command(
             built = model_of(program, folder, target, seed)
             example = whole_batch(program, split_inputs(built.inputs))
             feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
-            model = api.load(folder, built.model, seed=seed, rules=custom_rules, codegen=codegen)
+            model = api.load(
+                folder,
+                built.model,
+                seed=seed,
+                rules=custom_rules,
+                codegen=codegen,
+                cuda_graphs=cuda_graphs,
+            )
             rank_bytes, model_bytes = parameter_bytes(model)
             pieces = f", {program.microbatches} microbatches a step" if program.microbatches > 1 else ""
             say(f"training on {source}{pieces}")

@@ -50,7 +50,7 @@ def recorder_on(device: torch.device) -> Callable[[], GraphRecorder]:
     """What makes recorders. Raises UsageError for another device than CUDA's."""
     if device.type != "cuda":
         raise UsageError(
-            f"cuda_graphs=True on {device.type}", hint="leave it out: graphs are for CUDA devices"
+            f"cuda_graphs=True on {device.type}", hint="graphs are for CUDA devices: cuda_graphs=False"
         )
     return CudaGraphRecorder
 
@@ -151,11 +151,12 @@ class CallGraphs:
         buffers: Mapping[str, torch.Tensor],
         run: StepFunction,
     ) -> tuple[torch.Tensor, Parts] | None:
-        """(loss, gradients) of a step; None before it is warm.
+        """(loss, gradients) of a step; None before it is warm, and where its loss is scaled.
 
         calls: the inputs of every microbatch. run: the step op by op.
         """
-        if not self._is_warm():
+        # the scale is another tensor at every step
+        if not self._is_warm() or self.runner.loss_scale is not None:
             return None
         ports = self.runner.inputs
         given = [self.runner.input_shard(x, p) for xs in calls for p, x in zip(ports, xs, strict=True)]
@@ -179,8 +180,9 @@ StepFunction: TypeAlias = (
 
 
 def _addresses(params: Sequence[Any], buffers: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    """Where what a graph reads lies, beside its copies of inputs."""
-    return (*(local(p).data_ptr() for p in params), *(b.data_ptr() for b in buffers.values()))
+    """Where what a graph reads lies, beside its copies of inputs, and what is trained."""
+    trained = (p.requires_grad for p in params)
+    return (*(local(p).data_ptr() for p in params), *trained, *(b.data_ptr() for b in buffers.values()))
 
 
 class _Recorded:

@@ -24,6 +24,7 @@ ROUNDS, WARM = 9, 3
 PLAIN = ("torch.compile", "eager")
 SIDES = (
     *("torch.compile", "eager", "interpreter", "inductor", "interpreter, kernels", "inductor, kernels"),
+    "inductor, graphs",
     "inductor, kernels, graphs",
 )
 

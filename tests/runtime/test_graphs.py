@@ -4,6 +4,7 @@ and puts what that gives where the first one gave it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 import autoshard
 from autoshard.cluster import Mesh
 from autoshard.errors import UsageError
+from autoshard.program.store import save_program
 from autoshard.runtime import graphs
 from autoshard.runtime.transport.network import Network
 from autoshard.torch_adapters.cuda_graphs import CudaGraphRecorder
@@ -212,6 +214,19 @@ def test_a_step_of_microbatches(dropout: float) -> None:
     equal(*models)
 
 
+def test_what_is_frozen_for_a_while() -> None:
+    models = both(microbatches=2)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3 * STEPS):
+            model.layers[0].requires_grad_(step // STEPS != 1)
+            model.train_step((torch.cat([batch(step), batch(step + 50)]),))
+            assert (model.layers[0].inner.weight.grad is None) is (step // STEPS == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    equal(*models)
+
+
 @pytest.mark.parametrize("name", ["llama", "t5", "bert"])
 def test_families(name: str) -> None:
     found = []
@@ -234,6 +249,14 @@ def test_what_changes_from_call_to_call_is_refused() -> None:
         parallel(model, inputs, cuda_graphs=True)
     with pytest.raises(UsageError, match="host memory"):
         parallel(net(2), cuda_graphs=True, offload="optimizer,parameters")
+
+
+def test_the_folder_says_it_and_a_call_of_load_overrides_it(tmp_path: Path) -> None:
+    planned = autoshard.plan(net(1), "dp=1", cluster="cpu-gloo", example_inputs=(X,))
+    save_program(autoshard.compile(net(1), planned, cuda_graphs=True).program, tmp_path / "program")
+    for given, wanted in ((None, True), (False, False)):
+        model = autoshard.load(tmp_path / "program", net(1), cuda_graphs=given)
+        assert (graphs_in(model) is not None) is wanted
 
 
 def test_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
