@@ -97,11 +97,12 @@ class CallGraphs:
 
     def __init__(self, runner: Runner, recorder: Callable[[], GraphRecorder]) -> None:
         self.runner, self.recorder = runner, recorder
+        self.calls, self._told = 0, False
+        #: by `_addresses`, only those of now
+        self._calls: dict[tuple[int, ...], _RecordedCall] = {}
+        self._steps: dict[tuple[int, ...], _RecordedStep] = {}
         # NCCL waits for graphs with its messages, also at exit
-        weakref.finalize(self, _release, weakref.WeakMethod(self.release))
-        self.calls = 0
-        self._call: _RecordedCall | None = None
-        self._step: _RecordedStep | None = None
+        weakref.finalize(self, _release, weakref.ref(self))
         #: the last call, until its backward has run or its outputs are dropped
         self._open: Callable[[], RecordedPass | None] = lambda: None
 
@@ -111,7 +112,8 @@ class CallGraphs:
 
     def release(self) -> None:
         """Drop what was recorded; the next call records anew."""
-        self._call = self._step = None
+        self._calls.clear()
+        self._steps.clear()
 
     def _is_warm(self) -> bool:
         self.calls += 1
@@ -130,17 +132,17 @@ class CallGraphs:
             return None
         runner = self.runner
         if self._open() is not None:
-            if self._call is not None and not self._call.told:
-                self._call.told = True
+            if not self._told:
+                self._told = True
                 say_once("a call before the backward of the last one runs without its CUDA graph")
             return None
         given = [runner.input_shard(x, port) for port, x in zip(runner.inputs, inputs, strict=True)]
         at = _addresses(params, buffers)
-        if self._call is None or self._call.at != at:
-            self._call = None  # its memory serves the next
-            self._call = _RecordedCall(runner, self.recorder(), at, params, given, buffers)
-        outs = runner.outputs(self._call.forward(params, given), rows)
-        ran = RecordedPass(runner, self._call, runner.watched({}, params))
+        if at not in self._calls:
+            self._calls.clear()  # its memory serves the next
+            self._calls[at] = _RecordedCall(runner, self.recorder(), params, given, buffers)
+        outs = runner.outputs(self._calls[at].forward(params, given), rows)
+        ran = RecordedPass(runner, self._calls[at], runner.watched({}, params))
         self._open = weakref.ref(ran)
         return ran, outs
 
@@ -161,16 +163,15 @@ class CallGraphs:
         ports = self.runner.inputs
         given = [self.runner.input_shard(x, p) for xs in calls for p, x in zip(ports, xs, strict=True)]
         at = _addresses(params, buffers)
-        if self._step is None or self._step.at != at:
-            self._step = None
-            self._step = _RecordedStep(self.runner, self.recorder(), at, len(calls), given, run)
-        return self._step.step(params, given)
+        if at not in self._steps:
+            self._steps.clear()
+            self._steps[at] = _RecordedStep(self.runner, self.recorder(), len(calls), given, run)
+        return self._steps[at].step(params, given)
 
 
-def _release(release: Callable[[], Callable[[], None] | None]) -> None:
-    found = release()
-    if found is not None:
-        found()
+def _release(graphs: weakref.ref[CallGraphs]) -> None:
+    if (here := graphs()) is not None:
+        here.release()
 
 
 #: (inputs of every microbatch, their seeds) -> (loss, gradients)
@@ -188,10 +189,8 @@ def _addresses(params: Sequence[Any], buffers: Mapping[str, torch.Tensor]) -> tu
 class _Recorded:
     """What recordings have in common: memory that they read, and gradients that they write."""
 
-    def __init__(
-        self, runner: Runner, recorder: GraphRecorder, at: tuple[int, ...], calls: int, given: Any
-    ) -> None:
-        self.runner, self.recorder, self.at = runner, recorder, at
+    def __init__(self, runner: Runner, recorder: GraphRecorder, calls: int, given: Any) -> None:
+        self.runner, self.recorder = runner, recorder
         self.inputs: list[torch.Tensor] = [x.clone() for x in given]
         self.seeds = list(torch.zeros(calls, dtype=torch.int64, device=runner.device).unbind())
         self._fill_seeds()
@@ -229,17 +228,19 @@ class _Recorded:
             if parameter.grad is not None and _memory(local(parameter.grad)) in self._written:
                 value = self.parts["grad", port.target][1]
                 parameter.grad = self.runner.gradient(local(parameter.grad).clone(), value)
-        for collected in (False, True):
-            used = [key for key, (x, n) in self._written.items() if users_of(x) > n]
-            if used and not collected:
-                gc.collect()
-        if used:
+        if self._in_use():
+            gc.collect()
+        if used := self._in_use():
             name = next(target for (_, target), (x, _) in self.parts.items() if _memory(x) in used)
             raise UsageError(
                 f"the gradient of {name} of an earlier step is still in use",
                 why="the CUDA graph of the step writes gradients to the same memory each time",
                 hint="clone() what is to be kept, or cuda_graphs=False",
             )
+
+    def _in_use(self) -> list[int]:
+        """Memory of gradients that others have, too."""
+        return [key for key, (x, count) in self._written.items() if users_of(x) > count]
 
 
 def _memory(x: torch.Tensor) -> int:
@@ -253,13 +254,11 @@ class _RecordedCall(_Recorded):
         self,
         runner: Runner,
         recorder: GraphRecorder,
-        at: tuple[int, ...],
         params: Sequence[Any],
         given: Sequence[torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        super().__init__(runner, recorder, at, 1, given)
-        self.told = False
+        super().__init__(runner, recorder, 1, given)
         self._tangents: dict[str, torch.Tensor] = {}
         self._replay_backward: Callable[[], None] | None = None
         outputs = [r.value for r in runner.program.signature.results if r.kind == "output"]
@@ -303,12 +302,11 @@ class _RecordedStep(_Recorded):
         self,
         runner: Runner,
         recorder: GraphRecorder,
-        at: tuple[int, ...],
         calls: int,
         given: Sequence[torch.Tensor],
         run: StepFunction,
     ) -> None:
-        super().__init__(runner, recorder, at, calls, given)
+        super().__init__(runner, recorder, calls, given)
         each = len(self.inputs) // calls
         inputs = [self.inputs[k * each : (k + 1) * each] for k in range(calls)]
         self._replay, (self._loss, parts) = recorder.record(lambda: run(inputs, self.seeds))

@@ -100,7 +100,9 @@ class Stepper:
         with torch.no_grad():
             graphs = runner.graphs
             recorded = (
-                None if graphs is None else graphs.step(run.params, run.calls, run.buffers, run.recorded)
+                None
+                if graphs is None
+                else graphs.step([*run.parameters.values()], run.calls, run.buffers, run.recorded)
             )
             if recorded is None:
                 run.moves()
@@ -163,7 +165,8 @@ class _StepRun:
         self.buffers = dict(module.named_buffers(remove_duplicate=False))
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
         # every call takes pieces of the same tensors, so that looking at those of one is enough
-        self.params, inputs = self.runner.arguments_of(module, calls[0])
+        params, inputs = self.runner.arguments_of(module, calls[0])
+        self.parameters = {p.target: x for p, x in zip(self.runner.params, params, strict=True)}
         places = [int(p.target) for p in self.runner.inputs]
         #: the inputs of every microbatch
         self.calls: Sequence[Sequence[Any]] = [inputs, *([call[k] for k in places] for call in calls[1:])]
@@ -211,7 +214,7 @@ class _StepRun:
         return self.loss(), self.gradients()
 
     def moves(self) -> None:
-        self.taken, self.losses = self.runner.taken(self.params), []
+        self.taken, self.losses = self.runner.taken([*self.parameters.values()]), []
         self._gather()
         channels, moves = self.stepper.channels, self.order
         if channels is not None:
@@ -316,7 +319,6 @@ class _StepRun:
         for stage, values in env.items():
             self.runner.run(values, (stage, "reduce", 0))
         owned = {p.target: p for p in self.runner.params}
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         given: set[int] = set()
         found: Parts = {}
         for result in self.program.signature.results:
@@ -324,7 +326,7 @@ class _StepRun:
                 continue
             parts = [values[result.value] for values in env.values() if result.value in values]
             grad = self._over_stages(parts, result.value, owned[result.target].name)
-            if grad is not None and parameters[result.target].requires_grad:  # it may be frozen by now
+            if grad is not None and self.parameters[result.target].requires_grad:  # it may be frozen by now
                 # two parameters may have the same gradient, and each must own its memory
                 grad = grad.clone() if id(grad) in given else grad
                 given.add(id(grad))
@@ -347,9 +349,8 @@ class _StepRun:
 
     def give(self, parts: Parts) -> None:
         """Hand gradients to the parameters."""
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for (_, target), part in parts.items():
-            parameter = parameters[target]
+            parameter = self.parameters[target]
             made = run_gradient_hooks(parameter, self.runner.gradient(*part))
             parameter.grad = made if parameter.grad is None else parameter.grad + made
             run_post_accumulate_hooks(parameter)

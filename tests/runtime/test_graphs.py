@@ -3,6 +3,8 @@ and puts what that gives where the first one gave it."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from benchmarks.local_copies import LocalCopies
 STEPS = 5
 
 
-class Again:
+class CallingRecorder:
     """Records on the CPU."""
 
     def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -50,7 +52,7 @@ class Again:
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(graphs, "recorder_on", lambda device: Again)
+    monkeypatch.setattr(graphs, "recorder_on", lambda device: CallingRecorder)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -93,7 +95,7 @@ def test_training_is_the_same(dropout: float, to_none: bool) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
-    assert graphs_in(models[1])._call is not None
+    assert graphs_in(models[1])._calls
     # also those that the user kept while the memory of the graph was written anew
     assert list(map(torch.Tensor.item, losses[0])) == list(map(torch.Tensor.item, losses[1]))
     equal(*models)
@@ -138,7 +140,19 @@ def test_what_is_released_is_recorded_anew() -> None:
                 model.release_graphs()
     equal(*models)
     graphs_in(models[1]).release()
-    assert graphs_in(models[1])._call is None
+    assert not graphs_in(models[1])._calls
+
+
+def test_a_model_with_graphs_is_freed() -> None:
+    model = both()[1]
+    for step in range(STEPS):
+        model(batch(step)).backward()
+        model.zero_grad()
+    known = weakref.ref(graphs_in(model))
+    assert known()._calls
+    del model
+    gc.collect()
+    assert known() is None
 
 
 def test_a_gradient_that_someone_keeps_is_told() -> None:
@@ -209,7 +223,7 @@ def test_a_step_of_microbatches(dropout: float) -> None:
                 kept.append(model.train_step((big,)))
             optimizer.step()
             optimizer.zero_grad()
-    assert graphs_in(models[1])._step is not None
+    assert graphs_in(models[1])._steps
     assert list(map(torch.Tensor.item, losses[0])) == list(map(torch.Tensor.item, losses[1]))
     equal(*models)
 
@@ -301,7 +315,7 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
                         optimizer.step()
                         optimizer.zero_grad()
                 found.append((model, torch.stack(losses)))
-            assert graphs_in(found[1][0])._call is not None
+            assert graphs_in(found[1][0])._calls
             # Inductor chooses by timing, so that two models may add up in another order
             exact = {"rtol": 0.0, "atol": 0.0} if codegen == "interpreter" else {"rtol": 1e-5, "atol": 1e-7}
             torch.testing.assert_close(found[1][1], found[0][1], **exact)

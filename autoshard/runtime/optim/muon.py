@@ -79,11 +79,11 @@ class Muon(torch.optim.Muon):
                         why="it orthogonalises matrices",
                         hint="give norms and biases, and by custom embeddings and heads, to AdamW",
                     )
-        self._ways = _Ways()
+        self._shared_matrices = _SharedMatrices()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._ways = _Ways()
+        self._shared_matrices = _SharedMatrices()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -96,7 +96,7 @@ class Muon(torch.optim.Muon):
             def orthogonal(x: torch.Tensor, group: dict[str, Any] = group) -> torch.Tensor:
                 return newton_schulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-            for number, update in self._ways.orthogonalised(given, updates, orthogonal):
+            for number, update in self._shared_matrices.orthogonalised(given, updates, orthogonal):
                 mine, scale = local(given[number]), _scale(given[number].shape, group["adjust_lr_fn"])
                 mine.mul_(1 - group["lr"] * group["weight_decay"])
                 mine.add_(update.view(mine.shape), alpha=-group["lr"] * scale)
@@ -160,7 +160,7 @@ class _Shared:
         return self.parts[rank].numel if self.copies[rank] == self.copies[owner] else 0
 
 
-class _Ways:
+class _SharedMatrices:
     """Which ranks share which matrices: worked out once."""
 
     def __init__(self) -> None:
