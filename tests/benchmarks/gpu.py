@@ -35,10 +35,9 @@ allocator has."""
 RANKS_TEXT = """
 ## One rank's program beside its simulation
 
-Rank 0 of a mesh whose other ranks do not exist: messages copy on this device. Times are those of whole
-segments, the copies within them included. The device of the cluster is the one measured here (`autoshard
-profile`). Op by op (`codegen="interpreter"`), which is what the simulation counts; the last column is
-compiled."""
+Rank 0 of a mesh whose other ranks do not exist: messages copy on this device, which is not counted, nor is
+what the device waits for the host. The device of the cluster is the one measured here (`autoshard profile`).
+Op by op (`codegen="interpreter"`), which is what the simulation counts; the last column is compiled."""
 KERNELS_TEXT = """
 ## Kernels
 

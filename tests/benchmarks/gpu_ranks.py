@@ -18,7 +18,7 @@ from autoshard.cluster import Cluster, Mesh
 from autoshard.program.program import Program
 from autoshard.runtime.executor import RankProgram
 from autoshard.runtime.prepared_steps import PreparedItem
-from autoshard.runtime.profile.device import synchronize
+from autoshard.runtime.profile.device import Lead, synchronize
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
 from benchmarks.estimates import WITHOUT_UPDATE
@@ -26,6 +26,8 @@ from benchmarks.gpu_steps import StepCase, forget, peak, process_group, stepper
 from benchmarks.local_copies import LocalCopies
 
 RUNS = 5
+#: seconds of work for the device before a step, in which the host issues most of it
+AHEAD = 0.2
 
 
 @dataclass(frozen=True)
@@ -60,30 +62,43 @@ class RankRow:
 
 @dataclass
 class _Clock:
-    """Seconds of every instruction of main, by its name."""
+    """Seconds of computing of every instruction of main, by its name."""
 
     device: torch.device
-    spans: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    spans: dict[str, list[tuple[float, Any]]] = field(default_factory=lambda: defaultdict(list))
+    running: str = ""
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
+        self.running = name
+        return self._span(1.0, call)
+
+    def apart(self, call: Callable[[], Any]) -> Any:
+        """A message within an instruction, whose time is taken from that."""
+        return self._span(-1.0, call)
+
+    def _span(self, sign: float, call: Callable[[], Any]) -> Any:
+        spans = self.spans[self.running]
         if self.device.type != "cuda":
             start = time.perf_counter()
             out = call()
-            self.spans[name].append(time.perf_counter() - start)
+            spans.append((sign, time.perf_counter() - start))
             return out
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         out = call()
         after.record()
-        self.spans[name].append((before, after))
+        spans.append((sign, (before, after)))
         return out
 
     def seconds(self) -> dict[str, float]:
         """Of a run, name by name; starts anew."""
         synchronize(self.device)
         found = {
-            name: sum(s if isinstance(s, float) else s[0].elapsed_time(s[1]) * 1e-3 for s in spans)
+            name: sum(
+                sign * (s if isinstance(s, float) else s[0].elapsed_time(s[1]) * 1e-3) for sign, s in spans
+            )
             for name, spans in self.spans.items()
+            if name
         }
         self.spans.clear()
         return found
@@ -147,8 +162,10 @@ def _simulated(program: Program, cluster: Cluster) -> tuple[dict[str, float], Co
 
 def _measured(case: RankCase, device: torch.device, codegen: str) -> tuple[dict[str, float], float, Program]:
     """(seconds of computing by segment, most bytes, the program), of forward and backward."""
-    shape = Mesh.parse(case.mesh)
-    copies = patch("autoshard.runtime.runner.transport_of", lambda name, device: LocalCopies(name))
+    shape, clock = Mesh.parse(case.mesh), _Clock(device)
+    copies = patch(
+        "autoshard.runtime.runner.transport_of", lambda name, device: LocalCopies(name, clock.apart)
+    )
     with process_group(shape.world_size), copies:
         mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
         inputs = case.model.inputs(device)
@@ -165,10 +182,13 @@ def _measured(case: RankCase, device: torch.device, codegen: str) -> tuple[dict[
         most = peak(device)
         family: Any = model._autoshard_family
         runner = family.current.runner
-        clock = _Clock(device)
+        clock.seconds()
         _time_parts(runner.rank_program, clock)
+        lead = Lead(device) if device.type == "cuda" else None
         runs = []
         for _ in range(RUNS):
+            if lead is not None:
+                lead.run(AHEAD)
             step()
             runs.append(clock.seconds())
         program: Program = runner.program

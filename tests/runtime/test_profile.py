@@ -207,6 +207,16 @@ def test_one_device_without_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (document["command"], document["devices"], document["levels"]) == ("profile", 1, [])
 
 
+@pytest.mark.gpu
+def test_a_gpu() -> None:
+    measured = profile_device.measure_device(torch.device("cuda", 0), 1, 3, lambda text: None)
+    device, kernels = measured.device, measured.device.kernels
+    assert device.peak_flops["bf16"] > 2 * device.peak_flops["f32"]
+    assert 0 < device.launch_overhead < kernels.dispatch < 1e-3
+    assert 0.05 < kernels.attention_backward < 1 and 0.05 < kernels.attention < 1
+    assert 0.3 < kernels.traffic <= 1 and 0 < kernels.depth < 1024 and kernels.multiprocessors > 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -14,9 +14,10 @@ from types import MappingProxyType
 import torch
 
 from autoshard.cluster.cluster import Device
+from autoshard.cost.kernel_time import product_seconds
 from autoshard.errors import UsageError
 from autoshard.runtime.profile.host import measure_host
-from autoshard.runtime.profile.kernels import measure_kernels
+from autoshard.runtime.profile.kernels import measure_gpu_kernels, measure_kernels
 from autoshard.runtime.profile.param_handover import measure_handing
 
 Say = Callable[[str], None]
@@ -38,10 +39,15 @@ _COPIED = MappingProxyType({"cpu": 64 * 2**20, "cuda": 2**30})
 _LAYERS, _COPIES = ((128, 256, 512), (512, 256, 64)), 16
 #: times as long as others these are timed: most of a step is spent in them
 _LONGER = 10
+#: seconds of copies that the host may take to issue a call
+_LEAD_AT_MOST = 1.0
 #: launches of a call on a GPU; calls after a layer on the CPU, of each of the copies
 _LAUNCHES, _ROUNDS = 40, 8
-_AFTER = MappingProxyType(
-    {"cpu": ", after a layer's product and activation", "cuda": ", each with a view of its result"}
+_LAUNCHED = MappingProxyType(
+    {
+        "cpu": "five ops on 64 elements, after a layer's product and activation",
+        "cuda": "an op on 64 elements, issued ahead",
+    }
 )
 
 
@@ -74,7 +80,7 @@ def measure_device(
     matmul_efficiency is what is sustained (at the best shape; on the CPU by layers) as a share of the
     fastest product seen, the median over dtypes, so that it is at most 1; times peak_flops it is what is
     sustained. Dtypes that torch cannot multiply on the device are left out, and said;
-    UsageError if f32 is among them. On the CPU the kernels are measured, too.
+    UsageError if f32 is among them. The kernels are measured, too.
     """
     clock = CallTimer(device, repeats, agree, share)
     products: dict[str, Products] = {}
@@ -90,6 +96,10 @@ def measure_device(
     copied = _COPIED[device.type]
     bandwidth = _memory_bandwidth(clock, copied)
     overhead, look = _launch_overhead(clock)
+    dispatch = 0.0
+    if device.type == "cuda":
+        dispatch, overhead = overhead, clock.queued(_few_launches(device)) / _LAUNCHES
+        say(f"the host issues an op in {dispatch * 1e6:.3g} us")
     say(f"memory {bandwidth / 1e9:.4g} GB/s")
     say(f"launch of an op {overhead * 1e6:.3g} us, of a view {look * 1e6:.3g} us")
     shapes = ", ".join(f"{name} {'x'.join(map(str, p.shape))}" for name, p in products.items())
@@ -103,7 +113,7 @@ def measure_device(
         f"{'layers with their gradients, such as' if device.type == 'cpu' else 'best shapes'}: {shapes}",
         "memory_bandwidth": f"measured: copy of {copied >> 20} MiB, read and written, {how}",
         "matmul_efficiency": f"measured: {how} of these products over the fastest of all, median of dtypes",
-        "launch_overhead": f"measured: five ops on 64 elements{_AFTER[device.type]}, {how}",
+        "launch_overhead": f"measured: {_LAUNCHED[device.type]}, {how}",
     }
     measured = Device(_name(device), memory, peaks, bandwidth, efficiency, overhead)
     if device.type == "cpu":
@@ -115,16 +125,62 @@ def measure_device(
         alone = min(float(sharing), share)
         sources["alone"] = "reported by the system: threads of the processes of a node over its cores"
         measured = replace(measured, kernels=kernels, overlap=0.0, alone=alone)
+    else:
+        half = next(name for name in ("bf16", "f16", "f32") if name in peaks)
+        kernels, sources["kernels"] = measure_gpu_kernels(
+            clock, DTYPES[half], peaks[half], bandwidth, overhead, dispatch
+        )
+        say(
+            f"attention reaches {kernels.attention:.2g} of the peak, its gradient "
+            f"{kernels.attention_backward:.2g}, elementwise ops {kernels.traffic:.2g} of the bandwidth"
+        )
+        measured = _with_peaks(replace(measured, kernels=kernels), products)
     host, sources["host"] = measure_host(clock, sharing, bandwidth, overhead)
     say(f"host memory {host.bandwidth / 1e9:.4g} GB/s each way, {host.latency * 1e6:.3g} us per copy")
     measured = replace(measured, host=host)
     return MeasuredDevice(measured, sources)
 
 
+def _with_peaks(device: Device, products: Mapping[str, Products]) -> Device:
+    """A device whose peaks are such that the cost of every measured product is what it took."""
+    peaks = dict(device.peak_flops)
+    for name, product in products.items():
+        m, k, n = product.shape
+        moved = (m * k + k * n + m * n) * DTYPES[name].itemsize
+        seconds = product_seconds(1, m, n, k, name, moved, device) - device.launch_overhead
+        peaks[name] *= seconds * product.sustained / (2.0 * m * k * n)
+    return replace(device, peak_flops=peaks)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Lead:
+    """Copies for a GPU to make while the host issues what is timed behind them: less power than products
+    draw, so that clocks stay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._source = torch.ones(_COPIED["cuda"] // 4, device=device)
+        self._target = torch.empty_like(self._source)
+        self._one = self._seconds()
+
+    def _seconds(self) -> float:
+        """Of a copy."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._target.copy_(self._source)
+        first.record()
+        self._target.copy_(self._source)
+        last.record()
+        synchronize(self._source.device)
+        return first.elapsed_time(last) * 1e-3
+
+    def run(self, seconds: float) -> None:
+        """Issue as many as take so long."""
+        for _ in range(ceil(seconds / self._one)):
+            self._target.copy_(self._source)
 
 
 class CallTimer:
@@ -165,6 +221,32 @@ class CallTimer:
     def seconds(self, call: Callable[[], object], longer: int = 1) -> float:
         """Typical seconds per call; see `times`."""
         return self.typical(self.times(call, longer))
+
+    def queued(self, call: Callable[[], object]) -> float:
+        """Median seconds of a call on a GPU whose host is ahead of it, as it is in the steps of large models.
+
+        The device is busy with copies while the host issues the calls; if it was done with them before, they
+        are timed again behind more.
+        """
+        lead = Lead(self.device)
+        self._run(call, 1)
+        taken = self._run(call, 1)
+        count = max(1, ceil(_WINDOW["cuda"] / taken))
+        times: list[float] = []
+        seconds = 2 * count * taken
+        while len(times) < self.repeats:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            lead.run(seconds)
+            first.record()
+            for _ in range(count):
+                call()
+            last.record()
+            if first.query() and seconds < _LEAD_AT_MOST:
+                seconds *= 2
+            else:
+                synchronize(self.device)
+                times.append(first.elapsed_time(last) * 1e-3 / count)
+        return median(self.agree(times))
 
     def after_work(self, call: Callable[[], object]) -> float:
         """Seconds of a call on the CPU after a layer's product and activation, which fill the caches."""
@@ -284,6 +366,12 @@ def _launch_overhead(clock: CallTimer) -> tuple[float, float]:
         return clock.seconds(lambda: [viewed() for _ in range(_LAUNCHES)]) / (5 * _LAUNCHES), 0.0
     ops, both = clock.after_work(launches), clock.after_work(views)
     return ops / 5, max(0.0, both - ops) / 15
+
+
+def _few_launches(device: torch.device) -> Callable[[], object]:
+    """Ops on a GPU that have next to nothing to do."""
+    small = torch.ones(8, 8, device=device)
+    return lambda: [torch.ops.aten.mul.Tensor(small, small) for _ in range(_LAUNCHES)]
 
 
 def _memory_bytes(device: torch.device, sharing: int) -> tuple[int, str]:
