@@ -19,7 +19,7 @@ from autoshard.kernels.launch import Launch, Prepared, ceil_div, multiprocessors
 _WIDEST_FORWARD = 32768
 _WIDEST_BACKWARD = 8192
 #: elements that the programs of one multiprocessor have in hand backward: as many loads as hide the memory's
-#: latency, and few sums of columns to write and add up (measured on an H100)
+#: latency, and few sums of columns to write and add up (measured on an H200)
 _RESIDENT = 8192
 _TILE = 4096
 
@@ -149,16 +149,29 @@ def _backward(  # type: ignore[no-untyped-def]
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
     db = tl.zeros((ROWS, BLOCK), tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & inside
+    at = row[:, None] * width + column[None, :]
+    grad = tl.load(grad_ptr + at, mask=mask, other=0.0)
+    value = tl.load(x_ptr + at, mask=mask, other=0.0)
     for _ in range(steps):
         valid = (row < rows)[:, None]
         mask = valid & inside
         at = row[:, None] * width + column[None, :]
-        dy = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row[:, None], mask=valid, other=0.0)
         if LAYER:
-            n = (x - tl.load(mean_ptr + row[:, None], mask=valid, other=0.0)) * rstd
-            n = tl.where(mask, n, 0.0)
+            mean = tl.load(mean_ptr + row[:, None], mask=valid, other=0.0)
+        if MORE:
+            more = tl.load(more_ptr + at, mask=mask, other=0.0)
+        dy = grad.to(tl.float32)
+        x = value.to(tl.float32)
+        # the next rows are on their way while these are done
+        row += tl.num_programs(0) * ROWS
+        following = (row < rows)[:, None] & inside
+        ahead = row[:, None] * width + column[None, :]
+        grad = tl.load(grad_ptr + ahead, mask=following, other=0.0)
+        value = tl.load(x_ptr + ahead, mask=following, other=0.0)
+        if LAYER:
+            n = tl.where(mask, (x - mean) * rstd, 0.0)
             db += dy
         else:
             n = x * rstd
@@ -168,10 +181,9 @@ def _backward(  # type: ignore[no-untyped-def]
             dx -= (tl.sum(g, 1) / width)[:, None]
         dx *= rstd
         if MORE:
-            dx += tl.load(more_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dx += more.to(tl.float32)
         tl.store(dx_ptr + at, to_out(dx, dx_ptr.dtype.element_ty), mask=mask)
         dw += dy * n
-        row += tl.num_programs(0) * ROWS
     part_ptr += tl.program_id(0).to(tl.int64) * width
     tl.store(part_ptr + column, tl.sum(dw, 0), mask=column < width)
     if LAYER:
@@ -376,8 +388,7 @@ def _gradients(
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
         whole = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
         constants = {**flags, "ROWS": rows, "BLOCK": block}
-        # more is held per row than forward: fewer elements a thread
-        launches = [Launch(_backward, (parts,), whole, constants, max(4, block // 256), 4 * rows)]
+        launches = [Launch(_backward, (parts,), whole, constants, max(4, block // 1024), 4 * rows)]
     else:
         parts = max(1, min(2 * multiprocessors(x.device), count))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
@@ -386,9 +397,9 @@ def _gradients(
         columns = (grad, x, mean, rstd, part, count, width, ceil_div(count, parts))
         grid = (ceil_div(width, 1024), parts)
         launches.append(Launch(_columns_wide, grid, columns, {"LAYER": layer, "BLOCK": 1024}, 4, 2))
-    grid = (ceil_div(width, 32), len(sums))
+    grid = (ceil_div(width, 8), len(sums))
     launches.append(
-        Launch(_columns, grid, (part, sums[0], sums[-1], parts, width), {"ROWS": 128, "BLOCK": 32}, 8, 2)
+        Launch(_columns, grid, (part, sums[0], sums[-1], parts, width), {"ROWS": 256, "BLOCK": 8}, 4, 2)
     )
     return (dx, *sums), launches
 

@@ -49,10 +49,10 @@ def _forward(  # type: ignore[no-untyped-def]
     mean = 0.0
     centred = x
     if LAYER:
-        mean = tl.sum(tl.sum(x, 1), 0) / width
+        mean = tl.sum(x) / width
         centred = tl.where(mask, x - mean, 0.0)
         tl.store(mean_ptr + row, mean)
-    rstd = tl.rsqrt(tl.sum(tl.sum(centred * centred, 1), 0) / width + eps)
+    rstd = tl.rsqrt(tl.sum(centred * centred) / width + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     bias = 0.0
     if BIAS:
@@ -61,8 +61,9 @@ def _forward(  # type: ignore[no-untyped-def]
     if ADD:
         tl.store(sum_ptr + at, to_out(x, sum_ptr.dtype.element_ty), mask=mask)
     size = tl.abs(y)
-    odd = tl.sum((size < float("inf")).to(tl.int32), 1) < GROUP
-    scale, inverse = scale_of(tl.max(size, 1), odd, LIMIT)
+    top = tl.max(tl.where(size < float("inf"), size, float("inf")), 1)
+    odd = top == float("inf")
+    scale, inverse = scale_of(top, odd, LIMIT)
     tl.store(code_ptr + at, code(y, inverse, odd, LIMIT).to(tl.int8), mask=mask)
     tl.store(scale_ptr + row * (width // GROUP) + group, scale, mask=group * GROUP < width)
     tl.store(rstd_ptr + row, rstd)
