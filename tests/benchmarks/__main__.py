@@ -2,7 +2,7 @@
 ``peers``, ``tools PATH``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings, saving, rivals,
-max-lengths, context, experts, muon, audit.
+max-lengths, context, experts, muon, audit, overhead.
 Runs benchmarks and prints their tables; without a name, planning, steps and estimates.
 """
 
@@ -56,6 +56,13 @@ def muon() -> None:
     from benchmarks.steps import measured
 
     print_muon(CONSOLE, measured("muon_worker"))
+
+
+def overhead() -> None:
+    """What a step takes beside its ops; a minute."""
+    from benchmarks.overhead import print_overhead
+
+    print_overhead(CONSOLE)
 
 
 def audit() -> None:
@@ -300,6 +307,7 @@ BENCHMARKS = {
     "context": context,
     "experts": experts,
     "muon": muon,
+    "overhead": overhead,
     "audit": audit,
 }
 #: those that take arguments

@@ -42,6 +42,8 @@ from benchmarks.cuts_measured import CutMeasured, check_equal, equal_cuts
 from benchmarks.cuts_table import print_cuts
 from benchmarks.max_lengths import rows as longest_lengths
 from benchmarks.max_lengths_table import print_lengths
+from benchmarks.models import bench_batch, bench_llama
+from benchmarks.overhead import overhead
 from benchmarks.planning import PlanningRow, by_turns, compile_package, median_of, plan_case
 from benchmarks.planning_table import goals_text, print_planning, scaling_lines
 from benchmarks.published import Comparison, compare, machine, published_setting, settle
@@ -491,3 +493,22 @@ def test_longest_lengths_are_near_and_in_order() -> None:
     out = io.StringIO()
     print_lengths(Console(file=out, width=150), rows)
     assert "rank correlation 0.99" in out.getvalue()
+
+
+def test_a_step_without_its_ops_gives_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def counted(step: Any) -> float:
+        ran.clear()
+        with Count():
+            step()
+        return float(sum("mm" in name for name in ran))
+
+    monkeypatch.setattr("benchmarks.overhead._seconds", counted)
+    found = overhead(bench_batch(2, 8, 64), lambda: bench_llama(1, 32, 64), rounds=1)
+    assert found.step > 10 and found.outside == 0
