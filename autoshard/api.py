@@ -200,6 +200,7 @@ def load(
     rules: Rules = None,
     codegen: str = "",
     cuda_graphs: bool | None = None,
+    code_cache: str | os.PathLike[str] = "",
 ) -> M:
     """Make ``model`` run a stored program, on every rank: no capture, no search. Calls of another kind are
     planned as of a model that `parallelize` gave.
@@ -208,6 +209,8 @@ def load(
     world is taken. The process group is made from the environment (torchrun) if there is none yet. A program
     only calls ops that are known: one with ops of the user's own needs their ``rules`` again, and raises
     VerificationError without them. codegen, cuda_graphs: instead of the program's (`autoshard.PassOptions`).
+    code_cache: a folder that compiled code is taken from and put into, for instance one beside the program's;
+    it holds pickles, so that it must be one that you trust.
     """
     from autoshard.planner.model_compiler import ModelCompiler
     from autoshard.runtime.compile_once import CompilingRanks
@@ -217,7 +220,12 @@ def load(
     fill_buffers(model)
     program = load_program(folder_for(folder, mesh.size() if mesh else world_size()), rules=rules)
     graphs = program.cuda_graphs if cuda_graphs is None else cuda_graphs
-    program = replace(program, codegen=check_codegen(codegen) or program.codegen, cuda_graphs=graphs)
+    program = replace(
+        program,
+        codegen=check_codegen(codegen) or program.codegen,
+        cuda_graphs=graphs,
+        code_cache=os.fspath(code_cache),
+    )
     devices = device_mesh_for(program.whole_mesh, mesh)
     plan = plan_from_json(program.plan)
     known = plan.cluster if plan.cluster in catalog_names() else None

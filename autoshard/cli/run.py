@@ -49,6 +49,11 @@ GraphsOption = Annotated[
     typer.Option("--cuda-graphs/--no-cuda-graphs", help="instead of the program's"),
 ]
 
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--code-cache", metavar="DIR", help="keeps compiled code; a folder that you trust"),
+]
+
 
 def run_command(
     folder: opt.FolderArgument,
@@ -61,6 +66,7 @@ def run_command(
     cluster: PeakOption = None,
     codegen: CodegenOption = "",
     cuda_graphs: GraphsOption = None,
+    code_cache: CacheOption = None,
     target: opt.OtherTarget = None,
     rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
@@ -99,6 +105,7 @@ def run_command(
                 rules=custom_rules,
                 codegen=codegen,
                 cuda_graphs=cuda_graphs,
+                code_cache=code_cache or "",
             )
             rank_bytes, model_bytes = parameter_bytes(model)
             pieces = f", {program.microbatches} microbatches a step" if program.microbatches > 1 else ""

@@ -99,7 +99,7 @@ class Program:
     name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
     for a program whose folder does not say.
     offload: what lives in host memory. state: of the captured model. codegen, cuda_graphs: how its ops run
-    (`autoshard.PassOptions`).
+    (`autoshard.PassOptions`). code_cache: a folder of what Inductor made of it, which is not stored.
     """
 
     mesh: str
@@ -123,6 +123,7 @@ class Program:
     state: StoredState = StoredState()
     codegen: str = ""
     cuda_graphs: bool = False
+    code_cache: str = ""
 
     @cached_property
     def precision(self) -> MixedPrecision:

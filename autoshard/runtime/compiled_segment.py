@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ class CompiledSegment:
         size: int,
         outputs: Sequence[int],
         late: Collection[int],
+        kept: Path | None = None,
     ) -> None:
-        """inputs: how many slots are arguments. size: of all slots. late: those that messages fill."""
+        """inputs: how many slots are arguments. size: of all slots. late: those that messages fill. kept: a
+        folder of compiled graphs."""
+        self.kept = kept
         self.parts = parts_of(steps, outputs, late)
         self.inputs, self.size, self.outputs, self.late = inputs, size, outputs, late
         #: types and strides of the arguments -> code, which itself checks their sizes
@@ -48,7 +52,7 @@ class CompiledSegment:
                 if slot in self.late:
                     env[slot] = arrived(env[slot])
             if isinstance(part, Subgraph):
-                code, outs = part.compiled([env[slot] for slot in part.takes])
+                code, outs = part.compiled([env[slot] for slot in part.takes], self.kept)
                 source.add_subgraph(part, code)
                 for slot in part.dead:
                     env[slot] = None

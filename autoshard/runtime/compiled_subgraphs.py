@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -53,8 +54,12 @@ class Subgraph:
             step.run(env, 0)
         return tuple(env[slot] for slot in self.gives)
 
-    def compiled(self, xs: Sequence[torch.Tensor]) -> tuple[Compiled, Sequence[torch.Tensor]]:
+    def compiled(
+        self, xs: Sequence[torch.Tensor], kept: Path | None = None
+    ) -> tuple[Compiled, Sequence[torch.Tensor]]:
         """(machine code for arguments that lie in memory as these do, what it gives for these).
+
+        kept: see `torch_adapters.inductor.compile_function`.
 
         Raises UsageError where Inductor fails, VerificationError if what it makes lies elsewhere in memory.
         """
@@ -68,7 +73,7 @@ class Subgraph:
                 hint=_HINT,
             )
         try:
-            code, forms = compile_function(self, xs)
+            code, forms = compile_function(self, xs, kept)
         except Exception as error:
             raise UsageError(
                 "Inductor cannot compile a part of the program",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -79,6 +80,7 @@ class RankProgram:
         self.view = RankView(self.mesh.names, self.mesh.sizes, self.mesh.coords(rank))
         self.device = device
         self.compiles = program.codegen == "inductor" or (not program.codegen and device.type == "cuda")
+        self.kept = Path(program.code_cache) if program.code_cache else None
         self.watch = watch
         self.collectives = GroupCollectives(transports, collectives_of(program), watch)
         self.host = host_for(device)
@@ -86,7 +88,9 @@ class RankProgram:
         parts = [p for p in lowered.parts if p.stage in stages]
         called = {i.segment for p in parts for i in lowered.of(p) if isinstance(i, Call)}
         self.segments = {
-            name: PreparedSegment(s.graph, self.view, partial(self._bound, name), device, self.compiles)
+            name: PreparedSegment(
+                s.graph, self.view, partial(self._bound, name), device, self.compiles, self.kept
+            )
             for name, s in lowered.segments.items()
             if name in called
         }
@@ -136,7 +140,7 @@ class RankProgram:
         assert isinstance(item, Node)
         uses = uses_of(item)
         slots = {n: k for k, n in enumerate([*uses, *item.outs])}
-        fn = function_of(item, self.view, partial(self._bound, ""), self.device, self.compiles)
+        fn = function_of(item, self.view, partial(self._bound, ""), self.device, self.compiles, self.kept)
         step = PreparedCall(item, self.view, slots, fn)
         return PreparedItem(item, uses, step, dead, counted)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class PreparedSegment:
     """A segment ready to run on one rank.
 
     collective: makes the function of a ``comm`` or ``host`` node for this rank. compiles: whether Inductor
-    compiles what stands between messages, or every op is called.
+    compiles what stands between messages, or every op is called. kept: a folder of what it compiles.
     """
 
     def __init__(
@@ -35,15 +36,16 @@ class PreparedSegment:
         collective: Callable[[Node, RankView], Callable[..., Any]],
         device: torch.device,
         compiles: bool = False,
+        kept: Path | None = None,
     ) -> None:
-        self.compiles = compiles
+        self.compiles, self.kept = compiles, kept
         names = [n for n, _ in graph.inputs] + [o for node in graph.nodes for o in node.outs]
         slots = {name: k for k, name in enumerate(names)}
         self.size = len(slots)
         self.inputs = len(graph.inputs)
         self.outputs = tuple(slots[o] for o in graph.outputs)
         self.steps = [
-            PreparedCall(n, view, slots, function_of(n, view, collective, device, compiles))
+            PreparedCall(n, view, slots, function_of(n, view, collective, device, compiles, kept))
             for n in graph.nodes
         ]
         #: slots that messages fill
@@ -64,7 +66,7 @@ class PreparedSegment:
     def _run(self) -> SegmentCode:
         """All steps as one function, written at the first call."""
         if self.compiles:
-            return CompiledSegment(self.steps, self.inputs, self.size, self.outputs, self.late)
+            return CompiledSegment(self.steps, self.inputs, self.size, self.outputs, self.late, self.kept)
         source = FunctionText(self.inputs)
         for step in self.steps:
             source.add(step)
@@ -113,14 +115,15 @@ def function_of(
     collective: Callable[[Node, RankView], Callable[..., Any]],
     device: torch.device,
     compiles: bool = False,
+    kept: Path | None = None,
 ) -> Callable[..., Any]:
-    """What runs a node on a rank. collective: makes that of a ``comm`` or ``host`` node. compiles: of what a
-    node runs in tiles, see `PreparedSegment`."""
+    """What runs a node on a rank. collective: makes that of a ``comm`` or ``host`` node. compiles, kept: of
+    what a node runs in tiles, see `PreparedSegment`."""
     if is_collective(node) or node.op in HOST_OPS:
         return collective(node, view)
     if node.op == TILES:
         tiles = tiles_of(node)
-        return run_in_tiles(tiles, PreparedSegment(tiles.body, view, collective, device, compiles))
+        return run_in_tiles(tiles, PreparedSegment(tiles.body, view, collective, device, compiles, kept))
     op = find_op(node.op)
     if makes_on_device(op):
         return lambda *args, **kwargs: op(*args, **kwargs, device=device)

@@ -2,12 +2,15 @@
 
 Leans on ``compile_fx_inner``, which takes a list that it empties (so that each argument lives until its last
 use) and adds no wrappers per call, on what torch's ``compile_fx`` does to a graph before that, on where
-Inductor keeps its cache, and on the functionalization of ``torch.func``. Tried on torch 2.11 and 2.13.
+Inductor keeps its cache, on what `torch.compiler` saves of it, and on the functionalization of
+``torch.func``. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +26,16 @@ Form: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], int | None]"
 
 
 def compile_function(
-    function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    inputs: Sequence[torch.Tensor],
+    kept: Path | None = None,
 ) -> tuple[Compiled, list[Form]]:
     """(machine code of a function for inputs of these types, shapes and strides; the forms of its outputs).
 
+    kept: a folder of compiled graphs, one file each under a hash of the graph, of torch and of the device.
     Outputs have the strides that the function gives them. What Inductor raises is raised as it is.
     """
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -43,25 +50,53 @@ def compile_function(
         outs = [n.meta["val"] for n in end.args[0]]
         forms = forms_of(fakes, outs)
         mode = (fakes or outs)[0].fake_mode
-        with V.set_fake_mode(mode):
+        # without a tracing context Inductor caches no graph
+        with V.set_fake_mode(mode), tracing(TracingContext(mode)):
             joint_graph_passes(traced)
             (end,) = traced.graph.find_nodes(op="output")
             # outputs keep their strides: what comes after may take views of them
             end.meta["user_visible_output_idxs"] = list(range(len(outs)))
             traced.recompile()
-            with _alone(traced, fakes):
+            key = _key(traced, fakes)
+            with _alone(key), _kept(None if kept is None else kept / key):
                 call: Any = compile_fx_inner(traced, fakes, is_inference=True)
     return call, forms
 
 
+def _key(traced: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
+    """A hash of a graph, of torch and of the kind of device."""
+    forms = [(str(x.dtype), tuple(x.shape), x.stride(), str(x.device)) for x in inputs]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return hashlib.sha256(f"{traced.graph} {forms} {torch.__version__} {device}".encode()).hexdigest()
+
+
 @contextmanager
-def _alone(traced: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+def _kept(file: Path | None) -> Iterator[None]:
+    """Inductor finds in its cache what a file has of a graph; what it compiles is written there."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    if file is None:
+        yield
+        return
+    if file.is_file():
+        torch.compiler.load_cache_artifacts(file.read_bytes())
+    with CacheArtifactManager.with_fresh_cache():
+        yield
+        made = None if file.is_file() else torch.compiler.save_cache_artifacts()
+    if made is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "wb") as out:
+            out.write(made[0])
+        os.replace(name, file)
+
+
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
     """Of the processes of a machine that compile the same graph at the same time, one goes first; the others
     find what it made in Inductor's cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    forms = [(str(x.dtype), tuple(x.shape), x.stride(), str(x.device)) for x in inputs]
-    key = hashlib.sha256(f"{traced.graph} {forms}".encode()).hexdigest()
     folder = Path(cache_dir()) / "autoshard-locks"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(str(folder / key)):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from codegen_worker import Net, X, net
 from families import family
 from ranks import HERE, run_ranks
+from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
@@ -151,8 +152,8 @@ def test_what_inductor_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strides_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = compiled_subgraphs.compile_function
 
-    def other(function: Any, xs: Any) -> Any:
-        code, forms = real(function, xs)
+    def other(function: Any, xs: Any, kept: Any) -> Any:
+        code, forms = real(function, xs, kept)
         return code, [(shape, tuple(reversed(strides)), alias) for shape, strides, alias in forms]
 
     monkeypatch.setattr(compiled_subgraphs, "compile_function", other)
@@ -168,6 +169,25 @@ def test_the_folder_says_it_and_a_call_of_load_overrides_it(tmp_path: Path) -> N
     for given, compiles in (("", True), ("interpreter", False)):
         model = autoshard.load(tmp_path / "program", Net(1), codegen=given)
         assert program_of(model).compiles is compiles
+
+
+def test_compiled_code_is_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = autoshard.plan(Net(1), "dp=1", cluster="cpu-gloo", example_inputs=(X,))
+    save_program(autoshard.compile(Net(1), planned, codegen="inductor").program, tmp_path / "program")
+
+    def counts(machine: str, folder: str) -> tuple[int, int]:
+        """(graphs compiled, graphs taken from a cache) by a machine that has compiled nothing yet."""
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / machine))
+        counters["inductor"].clear()
+        model = autoshard.load(tmp_path / "program", Net(1), code_cache=tmp_path / folder)
+        model(X).sum().backward()
+        found = counters["inductor"]
+        return found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]
+
+    compiled, taken = counts("first", "code")
+    assert compiled and not taken and len(list((tmp_path / "code").iterdir())) == compiled
+    assert counts("second", "code") == (0, compiled)
+    assert counts("third", "other") == (compiled, 0)
 
 
 def test_names() -> None:
