@@ -17,6 +17,7 @@ from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import LookupSubject, Place, ProgramIndex, result_of
+from autoshard.simulate.fused import kernel_of
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, largest margin first
@@ -70,6 +71,8 @@ class Explanation:
 
     equivalent: modules of repeated layers with the same decisions. result: the value whose chains are told.
     compute, comm: seconds of a microbatch in a module, forward and backward, in all equivalent layers.
+    fused: ops of the kernel that makes the result, where Inductor compiles the program; what passes between
+    them is neither written nor read.
     """
 
     kind: str
@@ -84,6 +87,7 @@ class Explanation:
     collectives: tuple[CollectiveRow, ...]
     compute: float = 0.0
     comm: float = 0.0
+    fused: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         document: dict[str, Any] = msgspec.to_builtins(asdict(self))
@@ -201,6 +205,7 @@ class _Explainer:
             self.chains.of(place),
             tuple(self._choice(p, n) for p, n in uses if not is_collective(n))[:_MOST_OPS],
             tuple(self._move(p, n) for p, n in uses if is_message(n)),
+            fused=self._fused(place),
         )
 
     def _module(self, subject: LookupSubject) -> Explanation:
@@ -232,6 +237,7 @@ class _Explainer:
             tuple(self._moves_inside(subject.name)),
             compute,
             comm,
+            self._fused(result),
         )
 
     def _result(self, module: str, nodes: Sequence[tuple[Place, Node]]) -> Place:
@@ -269,7 +275,8 @@ class _Explainer:
         """Seconds (computing, communication) of a microbatch in a module and those alike."""
         compute = comm = 0.0
         for place, node, segment in self._inside(module):
-            cost, calls = self.prices.node(node, segment.placed()), self._calls(place)
+            cost = self.prices.node(node, segment.placed(), self.prices.inside(segment.graph))
+            calls = self._calls(place)
             compute, comm = compute + calls * cost.compute, comm + calls * cost.comm
         return compute, comm
 
@@ -298,6 +305,18 @@ class _Explainer:
         call = self.lowered.main[place.call]
         assert isinstance(call, Call)
         return call
+
+    def _within_kernels(self, place: Place) -> frozenset[str]:
+        """Values of the segment of a place that stay inside fused kernels."""
+        if place.call is None:
+            return frozenset()
+        return self.prices.inside(self.lowered.segments[self._call(place).segment].graph)
+
+    def _fused(self, place: Place) -> tuple[str, ...]:
+        """Ops of the fused kernel that makes a value."""
+        if place.call is None or not self.prices.ops.behaviour.fused:
+            return ()
+        return kernel_of(self.lowered.segments[self._call(place).segment].graph.nodes, place.value)
 
     def _calls(self, place: Place) -> int:
         """How often a microbatch runs what makes a value."""
@@ -345,7 +364,7 @@ class _Explainer:
             layout_text(layout, self.names),
             0.0 if type_ is None else self.prices.bytes_of(type_, layout),
             0.0 if type_ is None else float(type_.nbytes),
-            self.prices.node(node, values).seconds,
+            self.prices.node(node, values, self._within_kernels(place)).seconds,
             source,
             why.reason,
             why.alternative,

@@ -35,6 +35,8 @@ def explanation_lines(explanation: Explanation) -> Iterator[str]:
         yield from _reason_lines(
             explanation.result.reason, explanation.result.alternative, explanation.result.margin
         )
+        if explanation.fused:
+            yield f"  one kernel of Inductor: {', '.join(explanation.fused)}"
     for chain in explanation.chains:
         yield ""
         yield from chain_lines(chain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.stage_machines import StageMachine
-from autoshard.ir import Call, Node, TensorType, refs_of
+from autoshard.ir import Call, Graph, Node, TensorType, refs_of
 from autoshard.ir.collectives import is_message, is_ring
 from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.ir.placement import Layout
@@ -18,6 +18,7 @@ from autoshard.ir.rings import ring_flop
 from autoshard.ir.row_tiles import TILES
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.fused import behaviour_of, inside_chains
 from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
 from autoshard.simulate.work import CollectiveWork
@@ -72,17 +73,17 @@ class Pricer:
             at = None if program.stages is None else program.stages.position
             machine = StageMachine(cluster.device, tuple(link for k, link in enumerate(links) if k != at))
         self.links = machine.links
-        self.ops = Ops(self.mesh, self.coords, behaviour or Behaviour())
+        self.ops = Ops(self.mesh, self.coords, behaviour or behaviour_of(program))
         self.price = pricer(machine.device, self.links)
 
     def bytes_of(self, type_: TensorType, layout: Layout) -> float:
         """Bytes of a value on the rank."""
         return self.ops.bytes_of(type_, layout)
 
-    def node(self, node: Node, values: Mapping[str, PlacedValue]) -> NodeCost:
-        """One op, given where the values of its graph lie."""
+    def node(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str] = ()) -> NodeCost:
+        """One op, given where the values of its graph lie. inside: those that stay inside fused kernels."""
         compute = comm = wire = 0.0
-        for work in self.ops.work(node, values):
+        for work in self.ops.work(node, values, inside):
             if isinstance(work, CollectiveWork):
                 size = self.mesh.sizes[work.axis]
                 comm += self.price(work)
@@ -115,9 +116,15 @@ class Pricer:
     @cached_property
     def _segments(self) -> dict[str, SegmentCost]:
         return {
-            name: self._sum(segment.graph.nodes, segment.placed())
+            name: self._sum(segment.graph.nodes, segment.placed(), self.inside(segment.graph))
             for name, segment in self.program.lowered.segments.items()
         }
+
+    def inside(self, graph: Graph) -> frozenset[str]:
+        """Values of a segment that stay inside fused kernels."""
+        if not self.ops.behaviour.fused:
+            return frozenset()
+        return inside_chains(graph.nodes, graph.outputs)
 
     def segment(self, name: str) -> SegmentCost:
         """One call of a segment."""
@@ -128,8 +135,10 @@ class Pricer:
         own = self._sum([i for i in items if isinstance(i, Node)], self.program.lowered.values)
         return total([own, *(self.segment(i.segment) for i in items if isinstance(i, Call))])
 
-    def _sum(self, nodes: Iterable[Node], values: Mapping[str, PlacedValue]) -> SegmentCost:
-        costs = [(n, self.node(n, values)) for n in nodes]
+    def _sum(
+        self, nodes: Iterable[Node], values: Mapping[str, PlacedValue], inside: Collection[str] = ()
+    ) -> SegmentCost:
+        costs = [(n, self.node(n, values, inside)) for n in nodes]
         return SegmentCost(
             sum(c.compute for _, c in costs),
             sum(c.comm for _, c in costs),

@@ -13,7 +13,8 @@ from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.rules import attention
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.framework_saved import CHAINED, Keeping
+from autoshard.simulate.framework_saved import Keeping
+from autoshard.simulate.fused import inside_chains
 from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
 from autoshard.simulate.segment_cache import OfSegments
 from autoshard.simulate.work import CollectiveWork, HostWork, OpTask, Sheet, Transfer
@@ -121,33 +122,8 @@ class Sheets:
     def inside(
         self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()
     ) -> frozenset[str]:
-        """Values that stay inside fused kernels: made elementwise, and read by elementwise ops or row sums.
-
-        dropped: that no kernel keeps, though the program does.
-        """
-        if not self.behaviour.fused:
-            return frozenset()
-        users: dict[str, list[Node]] = {}
-        alias: dict[str, str] = {}
-        for node in nodes:
-            names = [alias.get(n, n) for n in dict.fromkeys(refs_of(node))]
-            if node.op in VIEWS:
-                alias.update(dict.fromkeys(node.outs, names[0]) if names else {})
-                continue
-            for name in names:
-                users.setdefault(name, []).append(node)
-        out = {alias.get(n, n) for n in outputs} - dropped
-        made = {o: n for n in nodes for o in n.outs}
-        inside = {
-            name
-            for name, node in made.items()
-            if node.op in CHAINED
-            and name not in out
-            and (users.get(name) or name in dropped)
-            and all(u.op in CHAINED for u in users.get(name, ()))
-        }
-        inside |= {name for name in dropped if name not in made}
-        return frozenset(inside | {a for a, root in alias.items() if root in inside})
+        """Values that stay inside fused kernels; see `inside_chains`."""
+        return inside_chains(nodes, outputs, dropped) if self.behaviour.fused else frozenset()
 
     def narrow(self, nodes: Sequence[Node]) -> frozenset[str]:
         """Values that are gathered as narrow copies, as only products of narrow factors take them, and what

@@ -37,7 +37,8 @@ RANKS_TEXT = """
 
 Rank 0 of a mesh whose other ranks do not exist: messages copy on this device, which is not counted, nor is
 what the device waits for the host. The device of the cluster is the one measured here (`autoshard profile`).
-Op by op (`codegen="interpreter"`), which is what the simulation counts; the last column is compiled."""
+Op by op (`codegen="interpreter"`), and compiled, where chains of elementwise ops are simulated as a kernel
+each."""
 KERNELS_TEXT = """
 ## Kernels
 
@@ -91,7 +92,18 @@ def _ranks(device: torch.device, small: bool) -> Iterator[str]:
     cluster = _measured(device)
     found = [rank_row(case, cluster, device) for case in (SMALL_RANK_CASES if small else RANK_CASES)]
     yield from table(
-        ("program", "computing", "simulated", "off", "peak", "simulated", "off", "compiled"),
+        (
+            "program",
+            "computing",
+            "simulated",
+            "off",
+            "peak",
+            "simulated",
+            "off",
+            "compiled",
+            "simulated",
+            "off",
+        ),
         [row.cells for row in found],
     )
     yield ""

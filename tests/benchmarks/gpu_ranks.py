@@ -123,8 +123,9 @@ def rank_row(
 ) -> RankRow:
     """One program, measured and simulated. compiled_by: the codegen of the last column."""
     seconds, bytes_, program = _measured(case, device, "interpreter")
-    compiled, compiled_bytes, _ = _measured(case, device, compiled_by)
+    compiled, compiled_bytes, fused = _measured(case, device, compiled_by)
     simulated, calls = _simulated(program, cluster)
+    chained = sum(_simulated(fused, cluster)[0].values())
     estimate = estimate_step(program, cluster, behaviour=WITHOUT_UPDATE)
     measured, expected = sum(seconds.values()), sum(simulated.values())
     held = estimate.fullest.peak
@@ -137,6 +138,8 @@ def rank_row(
         f"{held / 2**30:.2f} GiB",
         f"{held / bytes_ - 1:+.0%}" if bytes_ else "-",
         f"{sum(compiled.values()) * 1e3:.2f} ms, {compiled_bytes / 2**30:.2f} GiB",
+        f"{chained * 1e3:.2f} ms",
+        f"{chained / sum(compiled.values()) - 1:+.0%}",
     )
     parts = [
         (case.text, name, str(calls[name]), f"{s * 1e3:.3f} ms", f"{simulated[name] * 1e3:.3f} ms")

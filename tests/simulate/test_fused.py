@@ -1,0 +1,63 @@
+"""What Inductor makes one kernel of: told by `explain`, and its values neither written nor read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planned import program
+
+from autoshard.cluster import load_cluster
+from autoshard.ir import refs_of
+from autoshard.ir.views import VIEWS
+from autoshard.report.explain import explain_name
+from autoshard.report.explain_text import explanation_lines
+from autoshard.simulate.framework_saved import CHAINED
+from autoshard.simulate.fused import inside_chains, kernel_of
+from autoshard.simulate.pricing import Pricer
+from autoshard.simulate.step import estimate_step
+
+H100 = load_cluster("h100-dgx")
+LLAMA = program("llama", "dp=2,tp=2")
+COMPILED = replace(LLAMA, codegen="inductor")
+
+
+def test_a_step_is_shorter_by_what_is_not_moved() -> None:
+    plain, fused = (Pricer(p, H100) for p in (LLAMA, COMPILED))
+    total = 0.0
+    for name, segment in LLAMA.lowered.segments.items():
+        graph, values = segment.graph, segment.placed()
+        inside = inside_chains(graph.nodes, graph.outputs)
+        touched = [n for n in graph.nodes if n.op in CHAINED and inside & {*n.outs, *refs_of(n)}]
+        saved = sum(plain.node(n, values).compute - plain.node(n, values, inside).compute for n in touched)
+        assert plain.segment(name).compute - fused.segment(name).compute == pytest.approx(saved)
+        total += saved
+    assert total > 0
+    assert estimate_step(COMPILED, H100).seconds < estimate_step(LLAMA, H100).seconds
+    assert estimate_step(COMPILED, H100).fullest.peak == estimate_step(LLAMA, H100).fullest.peak
+
+
+def test_kernels_of_a_layer() -> None:
+    nodes = LLAMA.lowered.segments["layers_fwd"].graph.nodes
+    by_name = {n.name: n for n in nodes}
+    kernels = {n.name: kernel_of(nodes, n.name) for n in nodes}
+    for name, kernel in kernels.items():
+        assert not kernel or (by_name[name].op in VIEWS or name in kernel)
+        assert all(by_name[op].op in CHAINED and kernels[op] == kernel for op in kernel)
+    assert all(not kernels[n.name] for n in nodes if n.op == "aten.mm.default")
+    norm = max(kernels.values(), key=len)
+    assert {by_name[op].op for op in norm} >= {
+        "aten.pow.Tensor_Scalar",
+        "aten.rsqrt.default",
+        "aten.mul.Tensor",
+    }
+
+
+def test_explain_says_what_was_fused() -> None:
+    texts = [
+        "\n".join(explanation_lines(explain_name(p, H100, "model.layers.0.input_layernorm")))
+        for p in (LLAMA, COMPILED)
+    ]
+    assert "one kernel of Inductor" not in texts[0]
+    (line,) = [line for line in texts[1].splitlines() if "one kernel of Inductor" in line]
+    assert "pow" in line and "rsqrt" in line and "mul" in line
