@@ -37,7 +37,9 @@ class PlanOptions:
     global_batch: int | None = option(
         None, "sequences per optimizer step; the number of microbatches is then chosen", least=1
     )
-    optimizer: str = option("adamw", "adamw: all in the type of the parameters; adamw-fp32: master copy")
+    optimizer: str = option(
+        "adamw", "adamw: all in the type of the parameters; adamw-fp32: master copy; muon: of matrices"
+    )
     precision: str = option(
         "",
         "type to compute in, bf16 or fp16; parameters, gradients and moments stay in the model's "

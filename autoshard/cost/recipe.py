@@ -13,6 +13,8 @@ from autoshard.ir.offload import Offload
 
 #: per element of a sum of gradients of half precision (`runtime.stepper`)
 SUM_BYTES = 4
+#: per element of what Muon orthogonalises, bfloat16
+_ORTHOGONAL = 2
 
 
 def added_bytes(width: int) -> int:
@@ -22,13 +24,14 @@ def added_bytes(width: int) -> int:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Copies that a trained parameter has, for Adam or AdamW.
+    """Copies that a trained parameter has, for AdamW or Muon.
 
-    gradient, optimizer: bytes per element; None: as wide as the parameter (two moments for the
-    optimizer). touched: bytes per element that the update reads and writes, None: seven times the width
-    (parameter, gradient and moments are read; parameter and moments are written). resident: whether the
-    parameter itself is on the device. slower: times that the update takes of what the memory of the device
-    would allow.
+    gradient, optimizer: bytes per element; None: as wide as the parameter, each of its moments. touched:
+    bytes per element that the update reads and writes, None: parameter and moments are read and written, the
+    gradient is read. resident: whether the parameter itself is on the device. slower: times that the update
+    takes of what the memory of the device would allow. iterations: of Newton-Schulz, by which matrices are
+    orthogonalised (`cost.orthogonal`); 0: none are. tables: targets of matrices that are not: of lookups, and
+    heads.
     """
 
     name: str
@@ -37,16 +40,22 @@ class Recipe:
     touched: int | None = None
     resident: bool = True
     slower: float = 1.0
+    moments: int = 2
+    iterations: int = 0
+    tables: frozenset[str] = frozenset()
 
     def of(self, port: Port) -> Recipe:
-        """That of a parameter: one that is stored in f32 and taken in 16 bits is its own master copy."""
+        """That of a parameter: one that is stored in f32 and taken in 16 bits is its own master copy; AdamW's
+        for what Muon does not take."""
+        if self.iterations and (len(port.type.shape) not in (2, 3) or port.target in self.tables):
+            return replace(self, moments=2, iterations=0).of(port)
         if not port.stored:
             return self
         wide = DTYPES[port.stored][1]
-        moments = 2 * wide if self.optimizer is None else self.optimizer
+        moments = self.optimizer_bytes(wide)
         touched = self.touched
         if touched is None:
-            touched = 7 * wide + DTYPES[port.type.dtype][1]
+            touched = self._moved(wide) + DTYPES[port.type.dtype][1]
         gradient = wide if self.gradient is None else self.gradient
         optimizer = moments + wide * self.resident
         return replace(self, gradient=gradient, optimizer=optimizer, touched=touched)
@@ -60,19 +69,26 @@ class Recipe:
         return max(SUM_BYTES if width < SUM_BYTES else width, self.gradient_bytes(width))
 
     def optimizer_bytes(self, width: int) -> int:
-        return 2 * width if self.optimizer is None else self.optimizer
+        return self.moments * width if self.optimizer is None else self.optimizer
 
     def update_bytes(self, width: int) -> float:
-        return self.slower * (7 * width if self.touched is None else self.touched)
+        return self.slower * (self._moved(width) if self.touched is None else self.touched)
+
+    def _moved(self, width: int) -> int:
+        """Bytes of an update per element; what is orthogonalised is written and read before, and after."""
+        return (3 * self.moments + 1) * width + 4 * _ORTHOGONAL * bool(self.iterations)
 
 
 def hosted(recipe: Recipe, offload: Offload, device: Device) -> Recipe:
     """What is left of a recipe on the device, and what its update takes.
 
-    Raises UsageError if the device's host memory is not known.
+    Raises UsageError if the device's host memory is not known, or for another optimizer than AdamW.
     """
     if not offload.states:
         return recipe
+    if recipe.iterations:
+        what = f"the states of {recipe.name} cannot live in host memory"
+        raise UsageError(what, why="the optimizer that runs there is AdamW", hint="leave out --offload")
     host = host_of(device)
     slower = device.memory_bandwidth * host.devices / host.memory_bandwidth
     gradient = 0 if offload.parameters else recipe.gradient
@@ -86,7 +102,9 @@ ADAMW = Recipe("adamw")
 #: 16-bit parameters with gradients, master copy and moments in fp32: 18 bytes per parameter
 #: (Narayanan et al., SC'21, and Rajbhandari et al., ZeRO, SC'20, section 3.1, with fp32 gradients)
 MIXED = Recipe("adamw-fp32", gradient=4, optimizer=12, touched=2 + 4 + 12 + 12)
-RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in (ADAMW, MIXED)})
+#: what `autoshard.Muon` does, and AdamW for what is no matrix, for lookups and heads
+MUON = Recipe("muon", moments=1, iterations=5)
+RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in (ADAMW, MIXED, MUON)})
 
 
 def recipe_named(name: str) -> Recipe:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.mesh import Mesh
+from autoshard.cost.orthogonal import without_tables
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.ir.units import bytes_text
+from autoshard.planner.analysis import Analysis
 from autoshard.planner.compiling import compile_analysed, options_on
 from autoshard.planner.length_plans import resized_inputs
 from autoshard.planner.lowering import lower_plan
@@ -105,10 +107,10 @@ def _peaks(request: PlanningRequest, planned: Planned, lengths: LengthRange) -> 
             plan = resized(micro.plan, micro.analysis, analysis)
         except NotResizableError:
             own = _alone(request, micro, sized)
-            yield LengthPeak(length, _most(request, compile_analysed(own)), own=True)
+            yield LengthPeak(length, _most(request, compile_analysed(own), analysis), own=True)
             continue
         program = lower_plan(replace(plan, microbatches=planned.plan.microbatches), analysis, planned.cluster)
-        yield LengthPeak(length, _most(request, program), own=False)
+        yield LengthPeak(length, _most(request, program, analysis), own=False)
 
 
 def _alone(request: PlanningRequest, planned: Planned, sized: Source) -> Planned:
@@ -118,7 +120,8 @@ def _alone(request: PlanningRequest, planned: Planned, sized: Source) -> Planned
     return replace(request, where=where, options=options).planned(sized)
 
 
-def _most(request: PlanningRequest, program: Program) -> float:
-    behaviour = Behaviour(recipe=recipe_named(request.options.optimizer))
+def _most(request: PlanningRequest, program: Program, analysis: Analysis) -> float:
+    recipe = without_tables(recipe_named(request.options.optimizer), analysis.folded)
+    behaviour = Behaviour(recipe=recipe)
     peaks = Peaks(StagePrices(program, request.machine, behaviour=behaviour))
     return max(peak for _, peak in peaks.all)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh
+from autoshard.cost.orthogonal import without_tables
 from autoshard.cost.recipe import hosted, recipe_named
 from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
 from autoshard.ir import Joint
@@ -434,7 +435,8 @@ def plan_analysed(
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
     a search over more meshes found, if these are what it led to. searches: before this one.
     """
-    request = replace(request or SearchRequest(), budget=memory)
+    request = request or SearchRequest()
+    request = replace(request, budget=memory, recipe=without_tables(request.recipe, analysis.folded))
 
     say = progress or (lambda _: None)
 

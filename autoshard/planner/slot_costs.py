@@ -15,9 +15,10 @@ import numpy as np
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
+from autoshard.cost.orthogonal import orthogonal_seconds
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import StageMachine, boundary_links, bounding_machine, stage_machines
-from autoshard.ir import Call, Folded
+from autoshard.ir import Call, Folded, Port
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.placement import R
 from autoshard.ir.statements import Statement, Statements
@@ -224,10 +225,22 @@ class _Pricing:
         """Value of forward that one stage makes and others are sent -> its slot."""
         return {value: slot for slot, statement in self._placed() for value in statement.makes}
 
+    def _orthogonal(self, recipe: Recipe, port: Port) -> float:
+        device = self.cluster.device
+        return device.traffic * orthogonal_seconds(recipe, port.type.shape, device, self.estimator.links)
+
     def _held(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Shared]:
         """held, held_weight, made, state and what the optimizer moves, in bytes; and what slots share."""
         once = self.options.plan.microbatches * self.slices == 1
-        state = state_of(self.homes, self.folded, self.options, self.recipe, self.bytes_of, once=once)
+        state = state_of(
+            self.homes,
+            self.folded,
+            self.options,
+            self.recipe,
+            self.bytes_of,
+            self._orthogonal,
+            once=once,
+        )
         held, held_weight, produced = (np.zeros(self.count) for _ in range(3))
         late = set(self._sources({v for p in self.homes.weight for v in self.whole.all[p].uses}))
         saved = dict.fromkeys(self._sources(v for s in self.whole.all if s.backward for v in s.uses))

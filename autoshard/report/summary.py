@@ -8,6 +8,8 @@ from typing import Any
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
+from autoshard.cost.recipe import ADAMW
+from autoshard.ir import DTYPES
 from autoshard.ir.flow import PortClass
 from autoshard.ir.local_bytes import held_bytes
 from autoshard.ir.placement import Layout, Shard, is_even
@@ -222,12 +224,20 @@ def summarise(
     peak: Peak | None = None,
     device: DeviceMemory | None = None,
 ) -> PlanSummary:
-    """The summary of a plan for the model it was made for; with costs if the search is given, too."""
+    """The summary of a plan for the model it was made for; with costs and the optimizer's bytes if the search
+    is given, too: of AdamW without."""
     ranks = plan.pipeline.ranks if plan.pipeline is not None else 1
     mesh = Mesh.parse(plan.mesh)
     classes = [c for c in analysis.flow.classes.values() if c.first.kind == "param"]
     parameter_bytes = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes)
-    trained = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes if c.grads)
+    recipe = ADAMW if solution is None else solution.formulated.prices.recipe
+    gradients = optimizer = 0.0
+    for c in classes:
+        if c.grads:
+            kept, width = recipe.of(c.first), DTYPES[c.first.type.dtype][1]
+            elements = len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) / width
+            gradients += elements * kept.gradient_bytes(width)
+            optimizer += elements * kept.optimizer_bytes(width)
     uneven = sum(len(c.ports) for c in classes if not _even(c, plan.params[c.key].stored, mesh))
     warnings = plan.warnings
     if uneven:
@@ -236,7 +246,6 @@ def summarise(
     seconds = optimality.seconds if solution is None else _seconds(solution, staging)
     # the cost of cuts is not in optimality.seconds: the gap is that of the reported step
     gap = optimality.gap if staging is None else max(optimality.gap, 1.0 - optimality.dual_bound / seconds)
-    parameter_bytes, trained = parameter_bytes / ranks, trained / ranks
     return PlanSummary(
         plan.mesh if ranks == 1 else f"pp={ranks},{plan.mesh}",
         ranks * mesh.world_size,
@@ -249,10 +258,10 @@ def summarise(
         optimality.variables,
         optimality.states,
         sum(len(c.ports) * c.first.type.numel for c in classes),
-        parameter_bytes,
+        parameter_bytes / ranks,
         float(sum(len(c.ports) * c.first.type.nbytes for c in classes)),
-        trained,
-        2 * trained,
+        gradients / ranks,
+        optimizer / ranks,
         uneven,
         warnings,
         tuple(_parameters(plan, classes, mesh)),

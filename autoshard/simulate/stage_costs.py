@@ -13,6 +13,7 @@ from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.link import AxisLink, link_of
+from autoshard.cost.orthogonal import orthogonal_seconds
 from autoshard.cost.recipe import SUM_BYTES
 from autoshard.cost.stage_machines import StageMachine, stage_machines
 from autoshard.ir import DTYPES, Call, Port
@@ -240,7 +241,12 @@ class StagePrices:
         around = [self.parts_of(stage).around(stage) for stage in self.stages_of[rank]]
         whole = sum(around, NOTHING)
         handed = len(trained) * self.device(rank).kernels.hand
-        return StepEnd(whole.seconds + handed, shared, self._update(rank, touched), whole.exposed)
+        orthogonal = sum(
+            orthogonal_seconds(self.recipe.of(p), p.type.shape, self.device(rank), self.pricer.links)
+            for p in trained
+        )
+        update = self._update(rank, touched) + orthogonal
+        return StepEnd(whole.seconds + handed, shared, update, whole.exposed)
 
     def _update(self, rank: int, touched: float) -> float:
         """Seconds of the optimizer. touched: bytes that it reads and writes, on the device or in its host.

@@ -8,6 +8,7 @@ from math import isfinite
 
 import numpy as np
 
+from autoshard.cost.orthogonal import orthogonal_seconds
 from autoshard.cost.recipe import Recipe, added_bytes
 from autoshard.cost.reshard import ReshardTable, Share
 from autoshard.ir import DTYPES, TensorType
@@ -65,6 +66,11 @@ def strategies_of(
     sums: list[float] = []
     adding: list[float] = []
     updates: list[float] = []
+    orthogonal = 0.0
+    if trained:
+        orthogonal = orthogonal_seconds(
+            recipe, type_.shape, prices.params.device, prices.params.reshard.links
+        )
     used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
     sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.traffic
     for s in stored:
@@ -92,7 +98,7 @@ def strategies_of(
                 windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), recipe))
                 adding.append((whole if keep and late else own) / width * added / bandwidth)
-                update = _update(type_, own, trained, recipe, bandwidth)
+                update = _update(type_, own, trained, recipe, bandwidth) + orthogonal
                 updates.append(update + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
     costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))

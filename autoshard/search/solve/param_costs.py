@@ -171,7 +171,7 @@ def whole_state(model: Model, recipe: Recipe) -> float:
 def _kept_width(recipe: Recipe, width: float) -> float:
     """Bytes of the gradient and the optimizer's state of an element that takes ``width`` itself."""
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else width
-    return grad + (recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width)
+    return grad + (recipe.optimizer_bytes(1) if recipe.optimizer is not None else recipe.moments * width)
 
 
 def _off_data(stored: Layout, formulated: ShardingProblem) -> Layout:
@@ -211,8 +211,13 @@ class Zero:
         self._grad = recipe.gradient_bytes(1) if recipe.gradient is not None else width
         self._summed = np.array([recipe.sum_bytes(int(w)) for w in width])
         self._added = np.array([added_bytes(int(w)) for w in width])
-        self._optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width
-        self._touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * recipe.slower * width
+        self._optimizer = (
+            recipe.optimizer_bytes(1) if recipe.optimizer is not None else recipe.moments * width
+        )
+        moved = 3 * recipe.moments + 1
+        self._touched = (
+            recipe.update_bytes(1) if recipe.touched is not None else moved * recipe.slower * width
+        )
         self._resident = recipe.resident
         self._packed = given.count * reduce_copies(given.whole, self.traffic)
         self._shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)

@@ -1,0 +1,60 @@
+"""What Muon takes beside its momentum: matrices go to one rank each and come back orthogonal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, prod
+
+from autoshard.cluster.cluster import Device
+from autoshard.cost.compute import flop_rate
+from autoshard.cost.link import AxisLink
+from autoshard.cost.recipe import Recipe
+from autoshard.ir import Folded, refs_of
+from autoshard.ir.views import VIEWS
+
+#: bytes of an element of what is orthogonalised, bfloat16
+_WIDTH = 2
+_LOOKUP = "aten.embedding.default"
+
+
+def without_tables(recipe: Recipe, folded: Folded) -> Recipe:
+    """A recipe for a model, whose lookups AdamW updates, and what has as many rows as the largest: heads."""
+    if not recipe.iterations:
+        return recipe
+    ports = {p.name: p for p in folded.joint.ports if p.kind == "param"}
+    tables = set()
+    for call in folded.calls:
+        graph = folded.segments[call.segment]
+        given = {name: arg for (name, _), arg in zip(graph.inputs, call.args, strict=True) if arg in ports}
+        for node in graph.nodes:
+            refs = list(refs_of(node))
+            if node.op in VIEWS and refs and refs[0] in given:
+                given[node.name] = given[refs[0]]
+            elif node.op == _LOOKUP and refs[0] in given:
+                tables.add(given[refs[0]])
+    rows = max((ports[name].type.shape[0] for name in tables), default=0)
+    matrices = (p for p in ports.values() if len(p.type.shape) == 2)
+    kept = (p.target for p in matrices if p.name in tables or p.type.shape[0] == rows)
+    return replace(recipe, tables=frozenset(kept))
+
+
+def orthogonal_seconds(
+    recipe: Recipe, shape: Sequence[int], device: Device, links: Sequence[AxisLink]
+) -> float:
+    """Seconds of a rank for matrices [..., rows, columns] that all ranks share.
+
+    recipe: that of the parameter. links: of all axes that parameters lie on. Ranks have equal shares of the
+    products; messages of one round run beside the products of another (`runtime.optim.muon`).
+    Source: Jordan et al., "Muon", 2024: per iteration two products of [low, low] by [low, high] and one of
+    [low, low] by [low, low].
+    """
+    if not recipe.iterations:
+        return 0.0
+    ranks = prod(link.size for link in links)
+    low, high = sorted(shape[-2:])
+    many = prod(shape[:-2])
+    flop = recipe.iterations * many * 2.0 * low * low * (2 * high + low)
+    bandwidth = min((link.alone for link in links if link.size > 1), default=inf)
+    moved = 2.0 * _WIDTH * many * low * high  # there and back
+    return max(flop / flop_rate("bf16", device, matmul=True), moved / bandwidth) / ranks
