@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread, current_thread
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from autoshard.torch_adapters.dtensor import op_handlers
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,21 @@ class Stopped(BaseException):
     takes it."""
 
 
+#: classes of Accelerate whose objects share what they have
+_ACCELERATE = ("PartialState", "AcceleratorState", "GradientState")
+
+
+def _tables() -> list[dict[Any, Any]]:
+    """Tables that libraries keep once a process, and that differ between ranks while one of them runs."""
+    accelerate = sys.modules.get("accelerate.state")
+    classes = [getattr(accelerate, name) for name in _ACCELERATE] if accelerate is not None else []
+    shared = [each._shared_state for each in classes]
+    return [op_handlers(), *(table for table in shared if isinstance(table, dict))]
+
+
 class _State:
-    """What a process has once and every rank needs for itself: random numbers, and the variables of
-    torchrun."""
+    """What a process has once and every rank needs for itself: random numbers, the variables of torchrun,
+    and tables of libraries."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._variables = {
@@ -58,12 +73,17 @@ class _State:
             random.getstate(),
             np.random.get_state(),
         )
+        self._tables = {id(table): dict(table) for table in _tables()}
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         os.environ.update(self._variables)
+        for table in _tables():  # one that this rank has not seen is as it was imported, empty
+            kept = self._tables.get(id(table), {})
+            table.clear()
+            table.update(kept)
 
 
 class RankThreads:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +29,12 @@ Spec: TypeAlias = DTensorSpec
 def without_torch_function() -> AbstractContextManager[None]:
     """Inside, subclasses of tensors are not asked what torch's functions do with them."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def op_handlers() -> dict[Any, Any]:
+    """What runs ops on DTensors in another way, for a process: where `loss_parallel` adds its own."""
+    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return found
 
 
 def torch_placements(layout: Layout) -> list[TorchPlacement]:

@@ -198,7 +198,60 @@ def split_sequence(model: Mixture, fault: str) -> None:
         dist.all_reduce(p.grad)  # fault: router not reduced
 
 
+class Divide(torch.autograd.Function):
+    """This rank's part of a dim of what all have; backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim = dim
+        return rank_chunk(x, dim=dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return joined(gradient, ctx.dim), None
+
+
+class Join(torch.autograd.Function):
+    """The parts of all ranks along a dim; backward takes this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim = dim
+        return joined(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rank_chunk(gradient, dim=ctx.dim).contiguous(), None
+
+
+def joined(x: torch.Tensor, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, dim)
+
+
+def divided_capacity(model: Mixture, fault: str) -> None:
+    """All ranks have all tokens; each runs all experts on its part of the places that an expert has."""
+    x = model.words(TOKENS).flatten(0, 1)
+    probabilities = model.router(x).softmax(-1)
+    gates, counts = routed(probabilities)
+    places = ((gates > 0).T[:, :, None] * x).flatten(0, 1)
+    if fault:
+        places = Divide.apply(places, 1)  # fault: divided along the hidden dim
+        here = places.reshape(EXPERTS, -1, HIDDEN)  # fault: divided along the hidden dim
+    else:
+        here = Divide.apply(places.view(EXPERTS, -1, HIDDEN), 1)
+    done = [expert(tokens) for expert, tokens in zip(model.experts, here, strict=True)]
+    returned = Join.apply(torch.stack(done), 1)
+    mixed = torch.einsum("te,eth->th", gates, returned)
+    loss = F.cross_entropy(model.head(x + mixed), LABELS.flatten())
+    (loss + balance_loss(probabilities, counts)).backward()
+    for p in model.experts.parameters():
+        dist.all_reduce(p.grad)  # fault: divided along the hidden dim
+
+
 CASES = [
+    Case("divided along the hidden dim", "DeepSpeed #8195", "tp=2", Mixture, one_device, divided_capacity),
     Case(
         "experts not divided",
         "Megatron-LM #5956",

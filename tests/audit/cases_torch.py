@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -250,7 +251,53 @@ def summed_loss(model: Net, fault: str) -> None:
         dist.all_reduce(p.grad)
 
 
+class Scored(nn.Module):
+    """Words and their scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, HIDDEN)
+        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.words(tokens))).flatten(0, 1)
+
+
+def entropy_of(scores: torch.Tensor) -> torch.Tensor:
+    """The mean, of log-probabilities."""
+    return -(scores.exp() * scores).sum(-1).mean()
+
+
+def scored_of_one_device(model: Scored) -> None:
+    logits = model(TOKENS)
+    (F.cross_entropy(logits, LABELS.flatten()) - 0.1 * entropy_of(logits.log_softmax(-1))).backward()
+
+
+def scored(model: Scored, fault: str) -> None:
+    """Logits divided over words. Inside of the context every log_softmax has the gradient of the loss's."""
+    layout = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, ranks(), {"head": layout})
+    logits = model(TOKENS)
+    if not fault:
+        full = logits.redistribute(placements=[Replicate()])
+        (-0.1 * entropy_of(full.log_softmax(-1))).backward(retain_graph=True)
+    with loss_parallel():
+        loss = F.cross_entropy(logits, LABELS.flatten())
+        if fault:
+            entropy = entropy_of(logits.log_softmax(-1))  # fault: another use of scores in loss_parallel
+            loss = loss - 0.1 * entropy.redistribute(placements=[Replicate()])
+        loss.backward()
+
+
 CASES = [
+    Case(
+        "another use of scores in loss_parallel",
+        "pytorch/pytorch#190746",
+        "tp=2",
+        Scored,
+        scored_of_one_device,
+        scored,
+    ),
     Case(
         "to_local without grad_placements",
         "pytorch/torchtitan#1805",

@@ -288,3 +288,26 @@ def test_the_command_gives_one_document() -> None:
     assert document["findings"][0]["factor"] == pytest.approx(2)
     run = CliRunner().invoke(app, ["audit", f"{EXAMPLE}:one_device_step", "--ranks", "dp=2"])
     assert run.exit_code != 0
+
+
+def test_what_libraries_keep_once_a_process_is_each_ranks_own() -> None:
+    state = pytest.importorskip("accelerate.state")
+    model = nn.Linear(4, 4)
+    places: list[tuple[int, int]] = []
+
+    def step(copy: nn.Linear) -> None:
+        copy(torch.ones(2, 4)).sum().backward()
+
+    def rank_step(copy: nn.Linear) -> None:
+        dist.barrier()
+        kept = state.PartialState(cpu=True)
+        places.append((kept.process_index, kept.num_processes))
+        dist.barrier()
+        assert state.PartialState().process_index == dist.get_rank()
+        step(copy)
+
+    before = dict(state.PartialState._shared_state)
+    with autoshard.audit(reference=model, mesh="dp=3", step=step) as session:
+        assert session.rank(rank_step).ok
+    assert sorted(places) == [(0, 3), (1, 3), (2, 3)]
+    assert state.PartialState._shared_state == before
