@@ -42,7 +42,8 @@ weights of this rank's experts; norm of a shard
 * no: right types, wrong values (masks, positions, order, seeds, counts): words of other ranks not masked;
 labels of other ranks not masked; mask not permuted; dropout of another seed on each rank; dropout of one seed
 on parts; positions not permuted; wrong order of received tokens; fused weight cut in order; mean of each
-rank; gradients cleared between microbatches
+rank; gradients cleared between microbatches; divided along the hidden dim; another use of scores in
+loss_parallel
 * no: a constant factor has no type: averaged over cp too; divided twice; not divided by microbatches; clipped
 before unscaling; scaled before and after the reduction; divided by microbatches twice; experts not divided;
 microbatches are not divided; wrong divide factor; sum that is averaged
