@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event, Thread, current_thread
 from typing import Any
@@ -44,14 +44,36 @@ class Stopped(BaseException):
 
 #: classes of Accelerate whose objects share what they have
 _ACCELERATE = ("PartialState", "AcceleratorState", "GradientState")
+#: packages that keep process groups in variables of modules
+_IN_MODULES = ("deepspeed",)
 
 
-def _tables() -> list[dict[Any, Any]]:
+def _tables() -> Iterator[dict[Any, Any]]:
     """Tables that libraries keep once a process, and that differ between ranks while one of them runs."""
-    accelerate = sys.modules.get("accelerate.state")
-    classes = [getattr(accelerate, name) for name in _ACCELERATE] if accelerate is not None else []
-    shared = [each._shared_state for each in classes]
-    return [op_handlers(), *(table for table in shared if isinstance(table, dict))]
+    yield op_handlers()
+    yield from _accelerate_tables()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _IN_MODULES:
+            variables = vars(module)
+            yield variables
+            yield from [v for k, v in variables.items() if type(v) is dict and k != "__builtins__"]
+
+
+def _accelerate_tables() -> Iterator[dict[Any, Any]]:
+    module = sys.modules.get("accelerate.state")
+    for name in _ACCELERATE if module is not None else ():
+        table = getattr(module, name)._shared_state
+        if isinstance(table, dict):
+            yield table
+
+
+def _set(table: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    """Make a table what it was; entries that did not change are left alone."""
+    for key in table.keys() - kept.keys():
+        del table[key]
+    for key, value in kept.items():
+        if key not in table or table[key] is not value:
+            table[key] = value
 
 
 class _State:
@@ -80,10 +102,11 @@ class _State:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         os.environ.update(self._variables)
-        for table in _tables():  # one that this rank has not seen is as it was imported, empty
-            kept = self._tables.get(id(table), {})
-            table.clear()
-            table.update(kept)
+        for table in _accelerate_tables():  # one that this rank has not seen is as it was imported
+            self._tables.setdefault(id(table), {})
+        for table in list(_tables()):
+            if id(table) in self._tables:
+                _set(table, self._tables[id(table)])
 
 
 class RankThreads:

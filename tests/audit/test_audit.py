@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import cases_tensor as nets
 import pytest
@@ -311,3 +312,27 @@ def test_what_libraries_keep_once_a_process_is_each_ranks_own() -> None:
         assert session.rank(rank_step).ok
     assert sorted(places) == [(0, 3), (1, 3), (2, 3)]
     assert state.PartialState._shared_state == before
+
+
+def test_variables_of_modules_are_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("deepspeed.groups")
+    vars(module).update(group=None, named={"world": None})
+    monkeypatch.setitem(sys.modules, "deepspeed.groups", module)
+    model = nn.Linear(4, 4)
+
+    def step(copy: nn.Linear) -> None:
+        copy(torch.ones(2, 4)).sum().backward()
+
+    def rank_step(copy: nn.Linear) -> None:
+        variables = vars(module)
+        assert variables["group"] is None and "mine" not in variables["named"]
+        variables["group"], variables["named"]["mine"] = dist.get_rank(), dist.get_rank()
+        variables["later"] = True
+        dist.barrier()
+        assert variables["group"] == variables["named"]["mine"] == dist.get_rank()
+        step(copy)
+
+    with autoshard.audit(reference=model, mesh="dp=3", step=step) as session:
+        assert session.rank(rank_step).ok
+    assert vars(module)["group"] is None and vars(module)["named"] == {"world": None}
+    assert "later" not in vars(module)
