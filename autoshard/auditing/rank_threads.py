@@ -52,8 +52,9 @@ def _tables() -> Iterator[dict[Any, Any]]:
     """Tables that libraries keep once a process, and that differ between ranks while one of them runs."""
     yield op_handlers()
     yield from _accelerate_tables()
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _IN_MODULES:
+    packages = [name for name in _IN_MODULES if name in sys.modules]
+    for name, module in list(sys.modules.items()) if packages else ():
+        if name.partition(".")[0] in packages:
             variables = vars(module)
             yield variables
             yield from [v for k, v in variables.items() if type(v) is dict and k != "__builtins__"]

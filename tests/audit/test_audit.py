@@ -317,6 +317,7 @@ def test_what_libraries_keep_once_a_process_is_each_ranks_own() -> None:
 def test_variables_of_modules_are_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("deepspeed.groups")
     vars(module).update(group=None, named={"world": None})
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     monkeypatch.setitem(sys.modules, "deepspeed.groups", module)
     model = nn.Linear(4, 4)
 
