@@ -16,6 +16,8 @@ from autoshard.auditing.state import Elements
 from autoshard.cluster import Mesh
 
 _RTOL = 1e-8
+#: by which values of a sum may differ that cancel out, where the order of rounding varies
+_ATOL = 1e-14
 #: what values are scaled by beside the sizes of axes: counts of microbatches, mostly
 _COUNTS = (2, 3, 4, 8)
 
@@ -96,7 +98,7 @@ class ReferenceValues:
         told = values[np.isfinite(values) & (np.abs(values) > 1e-12)]
         if len(told) < min(2, len(values)):
             return False
-        room = np.abs(told) * _RTOL
+        room = np.maximum(np.abs(told) * _RTOL, _ATOL)
         first = np.searchsorted(self._values, told - room, side="left")
         return bool((np.searchsorted(self._values, told + room, side="right") > first).all())
 

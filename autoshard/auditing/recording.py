@@ -72,6 +72,7 @@ class Recorder:
     paused: bool = False
     _writer: dict[int, int] = field(default_factory=dict)
     _kept: dict[int, Any] = field(default_factory=dict)  # storages, so that no other one gets their address
+    _unwritten: set[int] = field(default_factory=set)
     _read: dict[int, int] = field(default_factory=dict)
     _lines: dict[int, CodeLine] = field(default_factory=dict)
 
@@ -84,7 +85,7 @@ class Recorder:
         if self.keeps_values:
             new = [x for x in results if writes or _memory(x) not in self._writer]
             self.values.extend(x.detach().clone() for x in new)
-        self._add(name, self.line(), [*inputs], outputs, outer=self.backward_line())
+        self._add(name, self.line(), [*inputs], outputs, views=not writes, outer=self.backward_line())
         self.dtypes.update(x.dtype for x in results)
 
     def collective(
@@ -117,8 +118,15 @@ class Recorder:
         return self._writer.get(_memory(tensor))
 
     def _add(
-        self, name: str, line: CodeLine, inputs: list[torch.Tensor], written: list[torch.Tensor], **more: Any
+        self,
+        name: str,
+        line: CodeLine,
+        inputs: list[torch.Tensor],
+        written: list[torch.Tensor],
+        views: bool = False,
+        **more: Any,
     ) -> None:
+        """views: whether results in memory of inputs are these, seen in another way."""
         number = len(self.records)
         inputs, written = [x for x in inputs if x.numel()], [x for x in written if x.numel()]
         for x in (*inputs, *written):
@@ -135,7 +143,12 @@ class Recorder:
         for result in written:
             self._writer[_memory(result)] = number
         # memory that nothing was written to has any values
-        results = [x for x in written if x.is_floating_point() and "empty" not in name]
+        if "empty" in name:
+            self._unwritten.update(map(_memory, written))
+        else:
+            seen = set(map(_memory, inputs)) if views else set()
+            self._unwritten -= set(map(_memory, written)) - seen
+        results = [x for x in written if x.is_floating_point() and _memory(x) not in self._unwritten]
         samples = tuple(map(sample, results))
         self.records.append(OpRecord(number, name, line, reads, samples, differentiable=recorded, **more))
 
