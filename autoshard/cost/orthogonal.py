@@ -9,13 +9,9 @@ from math import inf, prod
 from autoshard.cluster.cluster import Device
 from autoshard.cost.compute import flop_rate
 from autoshard.cost.link import AxisLink
-from autoshard.cost.recipe import Recipe
+from autoshard.cost.recipe import ORTHOGONAL_BYTES, Recipe
 from autoshard.ir import Folded, refs_of
 from autoshard.ir.views import VIEWS
-
-#: bytes of an element of what is orthogonalised, bfloat16
-_WIDTH = 2
-_LOOKUP = "aten.embedding.default"
 
 
 def without_tables(recipe: Recipe, folded: Folded) -> Recipe:
@@ -31,12 +27,19 @@ def without_tables(recipe: Recipe, folded: Folded) -> Recipe:
             refs = list(refs_of(node))
             if node.op in VIEWS and refs and refs[0] in given:
                 given[node.name] = given[refs[0]]
-            elif node.op == _LOOKUP and refs[0] in given:
+            elif node.op == "aten.embedding.default" and refs[0] in given:
                 tables.add(given[refs[0]])
     rows = max((ports[name].type.shape[0] for name in tables), default=0)
     matrices = (p for p in ports.values() if len(p.type.shape) == 2)
     kept = (p.target for p in matrices if p.name in tables or p.type.shape[0] == rows)
     return replace(recipe, tables=frozenset(kept))
+
+
+def iteration_flop(shape: Sequence[int]) -> int:
+    """FLOP of an iteration of Newton-Schulz for matrices [..., rows, columns]: two products of [low, low] by
+    [low, high], one of [low, low] by [low, low] (Jordan et al., "Muon", 2024)."""
+    low, high = sorted(shape[-2:])
+    return 2 * prod(shape[:-2]) * low * low * (2 * high + low)
 
 
 def orthogonal_seconds(
@@ -46,15 +49,11 @@ def orthogonal_seconds(
 
     recipe: that of the parameter. links: of all axes that parameters lie on. Ranks have equal shares of the
     products; messages of one round run beside the products of another (`runtime.optim.muon`).
-    Source: Jordan et al., "Muon", 2024: per iteration two products of [low, low] by [low, high] and one of
-    [low, low] by [low, low].
     """
     if not recipe.iterations:
         return 0.0
     ranks = prod(link.size for link in links)
-    low, high = sorted(shape[-2:])
-    many = prod(shape[:-2])
-    flop = recipe.iterations * many * 2.0 * low * low * (2 * high + low)
+    flop = recipe.iterations * iteration_flop(shape)
     bandwidth = min((link.alone for link in links if link.size > 1), default=inf)
-    moved = 2.0 * _WIDTH * many * low * high  # there and back
+    moved = 2 * ORTHOGONAL_BYTES * prod(shape)  # there and back
     return max(flop / flop_rate("bf16", device, matmul=True), moved / bandwidth) / ranks

@@ -14,7 +14,7 @@ from autoshard.ir.offload import Offload
 #: per element of a sum of gradients of half precision (`runtime.stepper`)
 SUM_BYTES = 4
 #: per element of what Muon orthogonalises, bfloat16
-_ORTHOGONAL = 2
+ORTHOGONAL_BYTES = 2
 
 
 def added_bytes(width: int) -> int:
@@ -52,13 +52,9 @@ class Recipe:
         if not port.stored:
             return self
         wide = DTYPES[port.stored][1]
-        moments = self.optimizer_bytes(wide)
-        touched = self.touched
-        if touched is None:
-            touched = self._moved(wide) + DTYPES[port.type.dtype][1]
-        gradient = wide if self.gradient is None else self.gradient
-        optimizer = moments + wide * self.resident
-        return replace(self, gradient=gradient, optimizer=optimizer, touched=touched)
+        touched = self._moved(wide) + DTYPES[port.type.dtype][1] if self.touched is None else self.touched
+        optimizer = self.optimizer_bytes(wide) + wide * self.resident
+        return replace(self, gradient=self.gradient_bytes(wide), optimizer=optimizer, touched=touched)
 
     def gradient_bytes(self, width: int) -> int:
         """Per element of a parameter that has ``width`` bytes per element."""
@@ -74,9 +70,14 @@ class Recipe:
     def update_bytes(self, width: int) -> float:
         return self.slower * (self._moved(width) if self.touched is None else self.touched)
 
+    @property
+    def accesses(self) -> int:
+        """How often an update reads or writes an element: parameter and moments twice, the gradient once."""
+        return 3 + 2 * self.moments
+
     def _moved(self, width: int) -> int:
         """Bytes of an update per element; what is orthogonalised is written and read before, and after."""
-        return (3 * self.moments + 1) * width + 4 * _ORTHOGONAL * bool(self.iterations)
+        return self.accesses * width + 4 * ORTHOGONAL_BYTES * bool(self.iterations)
 
 
 def hosted(recipe: Recipe, offload: Offload, device: Device) -> Recipe:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -275,7 +275,7 @@ class _Explainer:
         """Seconds (computing, communication) of a microbatch in a module and those alike."""
         compute = comm = 0.0
         for place, node, segment in self._inside(module):
-            cost = self.prices.node(node, segment.placed(), self.prices.inside(segment.graph))
+            cost = self.prices.node(node, segment.placed(), self._within_kernels(place))
             calls = self._calls(place)
             compute, comm = compute + calls * cost.compute, comm + calls * cost.comm
         return compute, comm
@@ -306,11 +306,9 @@ class _Explainer:
         assert isinstance(call, Call)
         return call
 
-    def _within_kernels(self, place: Place) -> frozenset[str]:
+    def _within_kernels(self, place: Place) -> Collection[str]:
         """Values of the segment of a place that stay inside fused kernels."""
-        if place.call is None:
-            return frozenset()
-        return self.prices.inside(self.lowered.segments[self._call(place).segment].graph)
+        return () if place.call is None else self.prices.inside.get(self._call(place).segment, ())
 
     def _fused(self, place: Place) -> tuple[str, ...]:
         """Ops of the fused kernel that makes a value."""

@@ -10,7 +10,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.stage_machines import StageMachine
-from autoshard.ir import Call, Graph, Node, TensorType, refs_of
+from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.collectives import is_message, is_ring
 from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.ir.placement import Layout
@@ -116,15 +116,15 @@ class Pricer:
     @cached_property
     def _segments(self) -> dict[str, SegmentCost]:
         return {
-            name: self._sum(segment.graph.nodes, segment.placed(), self.inside(segment.graph))
+            name: self._sum(segment.graph.nodes, segment.placed(), self.inside.get(name, ()))
             for name, segment in self.program.lowered.segments.items()
         }
 
-    def inside(self, graph: Graph) -> frozenset[str]:
-        """Values of a segment that stay inside fused kernels."""
-        if not self.ops.behaviour.fused:
-            return frozenset()
-        return inside_chains(graph.nodes, graph.outputs)
+    @cached_property
+    def inside(self) -> Mapping[str, frozenset[str]]:
+        """By segment, values that stay inside fused kernels; none where every op is a kernel."""
+        segments = self.program.lowered.segments if self.ops.behaviour.fused else {}
+        return {k: inside_chains(s.graph.nodes, s.graph.outputs) for k, s in segments.items()}
 
     def segment(self, name: str) -> SegmentCost:
         """One call of a segment."""

@@ -58,7 +58,7 @@ def compile_function(
             end.meta["user_visible_output_idxs"] = list(range(len(outs)))
             traced.recompile()
             key = _key(traced, fakes)
-            with _alone(key), _kept(None if kept is None else kept / key):
+            with _alone(key), _stored_in(None if kept is None else kept / key):
                 call: Any = compile_fx_inner(traced, fakes, is_inference=True)
     return call, forms
 
@@ -71,7 +71,7 @@ def _key(traced: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
 
 
 @contextmanager
-def _kept(file: Path | None) -> Iterator[None]:
+def _stored_in(file: Path | None) -> Iterator[None]:
     """Inductor finds in its cache what a file has of a graph; what it compiles is written there."""
     from torch.compiler._cache import CacheArtifactManager
 

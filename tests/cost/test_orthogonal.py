@@ -14,7 +14,7 @@ from autoshard.cluster import load_cluster
 from autoshard.cost.compute import flop_rate
 from autoshard.cost.link import AxisLink
 from autoshard.cost.orthogonal import orthogonal_seconds, without_tables
-from autoshard.cost.recipe import MUON, hosted
+from autoshard.cost.recipe import ADAMW, MUON, hosted
 from autoshard.errors import UsageError
 from autoshard.ir.offload import Offload
 from autoshard.report.summary import summarise
@@ -66,6 +66,12 @@ def test_a_plan_counts_one_moment_of_a_matrix() -> None:
     assert found["adamw"].optimizer_bytes == pytest.approx(2 * 4 * (matrices + vectors) / 4)
     steps = [found[name].step for name in ("muon", "adamw")]
     assert steps[0] is not None and steps[1] is not None and steps[0].optimizer > steps[1].optimizer
+
+
+def test_an_update_moves_what_it_reads_and_writes() -> None:
+    # parameter and moments twice, the gradient once; in bfloat16 to the owner and back
+    assert ADAMW.update_bytes(4) == (2 + 2 * 2 + 1) * 4
+    assert MUON.update_bytes(4) == (2 + 2 * 1 + 1) * 4 + 4 * 2
 
 
 def test_states_in_host_memory_are_refused() -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.cost.orthogonal import iteration_flop
 from autoshard.errors import UsageError, nearest
 from autoshard.runtime.optim.optimizer_hooks import local, loss_of
 from autoshard.torch_adapters.blocks import PartOfTensor, all_of, part_at
@@ -151,9 +152,8 @@ class _Shared:
 
     @property
     def flop(self) -> int:
-        """Of an iteration, but for a factor."""
-        low, high = sorted(self.shape[-2:])
-        return prod(self.shape[:-2]) * low * low * (2 * high + low)
+        """Of an iteration."""
+        return iteration_flop(self.shape)
 
     def sent(self, rank: int, owner: int) -> int:
         """Elements that a rank sends to the owner: those of its copy come from others."""

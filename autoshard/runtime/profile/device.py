@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from statistics import mean, median
 from types import MappingProxyType
@@ -98,7 +99,9 @@ def measure_device(
     overhead, look = _launch_overhead(clock)
     dispatch = 0.0
     if device.type == "cuda":
-        dispatch, overhead = overhead, clock.queued(_few_launches(device)) / _LAUNCHES
+        small = torch.ones(8, 8, device=device)
+        few = clock.queued(lambda: [torch.ops.aten.mul.Tensor(small, small) for _ in range(_LAUNCHES)])
+        dispatch, overhead = overhead, few / _LAUNCHES
         say(f"the host issues an op in {dispatch * 1e6:.3g} us")
     say(f"memory {bandwidth / 1e9:.4g} GB/s")
     say(f"launch of an op {overhead * 1e6:.3g} us, of a view {look * 1e6:.3g} us")
@@ -222,13 +225,16 @@ class CallTimer:
         """Typical seconds per call; see `times`."""
         return self.typical(self.times(call, longer))
 
+    @cached_property
+    def _lead(self) -> Lead:
+        return Lead(self.device)
+
     def queued(self, call: Callable[[], object]) -> float:
         """Median seconds of a call on a GPU whose host is ahead of it, as it is in the steps of large models.
 
         The device is busy with copies while the host issues the calls; if it was done with them before, they
         are timed again behind more.
         """
-        lead = Lead(self.device)
         self._run(call, 1)
         taken = self._run(call, 1)
         count = max(1, ceil(_WINDOW["cuda"] / taken))
@@ -236,7 +242,7 @@ class CallTimer:
         seconds = 2 * count * taken
         while len(times) < self.repeats:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            lead.run(seconds)
+            self._lead.run(seconds)
             first.record()
             for _ in range(count):
                 call()
@@ -366,12 +372,6 @@ def _launch_overhead(clock: CallTimer) -> tuple[float, float]:
         return clock.seconds(lambda: [viewed() for _ in range(_LAUNCHES)]) / (5 * _LAUNCHES), 0.0
     ops, both = clock.after_work(launches), clock.after_work(views)
     return ops / 5, max(0.0, both - ops) / 15
-
-
-def _few_launches(device: torch.device) -> Callable[[], object]:
-    """Ops on a GPU that have next to nothing to do."""
-    small = torch.ones(8, 8, device=device)
-    return lambda: [torch.ops.aten.mul.Tensor(small, small) for _ in range(_LAUNCHES)]
 
 
 def _memory_bytes(device: torch.device, sharing: int) -> tuple[int, str]:

@@ -214,9 +214,8 @@ class Zero:
         self._optimizer = (
             recipe.optimizer_bytes(1) if recipe.optimizer is not None else recipe.moments * width
         )
-        moved = 3 * recipe.moments + 1
         self._touched = (
-            recipe.update_bytes(1) if recipe.touched is not None else moved * recipe.slower * width
+            recipe.update_bytes(1) if recipe.touched is not None else recipe.accesses * recipe.slower * width
         )
         self._resident = recipe.resident
         self._packed = given.count * reduce_copies(given.whole, self.traffic)
