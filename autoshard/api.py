@@ -163,6 +163,7 @@ def _source(model: nn.Module, inputs: Any, options: PlanOptions, rules: Rules) -
         options.differentiate,
         precision=options.precision,
         tile_rows=options.tile_rows or 0,
+        products=options.products,
     )
 
 
@@ -231,7 +232,7 @@ def load(
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
     where = whole_mesh(Mesh.parse(plan.mesh), plan)
-    options = PlanOptions(precision=plan.precision, tile_rows=plan.tile_rows or None)
+    options = PlanOptions(precision=plan.precision, tile_rows=plan.tile_rows or None, products=plan.products)
     passes = PassOptions(codegen=program.codegen, cuda_graphs=graphs)
     compiler = ModelCompiler(where, known, options, passes, rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))

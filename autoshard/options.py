@@ -17,6 +17,8 @@ T = TypeVar("T")
 Differentiate = Literal["auto", "all"]
 #: types that a model may compute in, "" for its own
 PRECISIONS = ("", "bf16", "fp16")
+#: formats of the operands of matrix products (`ir.scaled`), "" for the type that the model computes in
+PRODUCTS = ("", "float8-tensorwise", "float8-rowwise", "float8-rowwise-gw-hp", "mxfp8")
 #: how ops of a program are run, "" for inductor on GPUs and interpreter elsewhere
 Codegen = Literal["", "interpreter", "inductor"]
 
@@ -45,6 +47,12 @@ class PlanOptions:
         "type to compute in, bf16 or fp16; parameters, gradients and moments stay in the model's "
         "[default: the model's]",
         metavar="bf16",
+    )
+    products: str = option(
+        "",
+        "8-bit format of the operands of products with parameters: "
+        f"{', '.join(PRODUCTS[1:])}; with ':' and module paths, of these only [default: none]",
+        metavar="float8-rowwise[:GLOB,...]",
     )
     tile_rows: int | None = option(
         None,
@@ -98,6 +106,8 @@ class PlanOptions:
                 raise UsageError(f"{each.name} is {value!r}", hint=f"give {what}".replace(",", "_"))
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision is {self.precision!r}", hint="bf16 or fp16")
+        if self.products.partition(":")[0] not in PRODUCTS:
+            raise UsageError(f"products is {self.products!r}", hint=f"one of {', '.join(PRODUCTS[1:])}")
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from autoshard.passes.partition.ring_products import Rings, ring_products
 from autoshard.passes.sequence.slice_places import places_of
 from autoshard.passes.sequence.slice_sequence import slice_sequence
 from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
+from autoshard.passes.simplify.cast_products import ProductCasts, cast_products
 from autoshard.passes.simplify.count_once import count_once
 from autoshard.passes.simplify.decompose import decompose
 from autoshard.passes.simplify.fold_repeats import fold_repeats
@@ -238,7 +239,11 @@ def _wants_norms(context: PassContext) -> bool:
 
 #: before the search, on what a capture gives
 SIMPLIFYING = (
-    _pass("fold", lambda joint, c: fold_repeats(narrow_parameters(joint)), gives="segments"),
+    _pass(
+        "fold",
+        lambda joint, c: fold_repeats(cast_products(narrow_parameters(joint), c.products)),
+        gives="segments",
+    ),
     _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
     _pass("normalize", lambda folded, c: normalize(folded), needs="segments", gives="canonical"),
     _pass(
@@ -382,16 +387,20 @@ def run_passes(passes: Sequence[Pass], graph: Any, context: Any, watch: Watch | 
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """rows: tokens of a tile on a rank, 0 for no tiles. rules: of all ops."""
+class Simplifying:
+    """What the passes before the search are asked for.
+
+    rows: tokens of a tile on a rank, 0 for no tiles. rules: of all ops. products: which are cast, None: none.
+    """
 
     rows: int = 0
     rules: Mapping[str, RuleFn] = field(default_factory=dict)
+    products: ProductCasts | None = None
 
 
-def simplify(joint: Joint, watch: Watch | None = None, tiling: Tiling | None = None) -> Folded:
-    """The passes before the search, on what `capture` gives. tiling: None for no tiles."""
-    folded: Folded = run_passes(SIMPLIFYING, joint, tiling or Tiling(), watch)
+def simplify(joint: Joint, watch: Watch | None = None, how: Simplifying | None = None) -> Folded:
+    """The passes before the search, on what `capture` gives. how: None for no optional ones."""
+    folded: Folded = run_passes(SIMPLIFYING, joint, how or Simplifying(), watch)
     return folded
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from calls_worker import batch, build, full
 from leaving import leave
+from scaled_layers import FORMATS, by_hand
 from torch import nn
 from torch.func import functional_call
 
@@ -173,6 +174,26 @@ def scaled(mesh: str) -> None:
     say(off < 1e-3 and scale == other == 2.0**11, f"GradScaler {mesh}", f"{off:.1e} {scale} {other}")
 
 
+def cast_products(mesh: str, how: str) -> None:
+    """Products of 8-bit operands beside a model that makes the casts by hand."""
+    model = build("Llama")
+    plain = by_hand(model, how, lambda name: name != "lm_head")
+    parallel = autoshard.parallelize(model, mesh, example_inputs=batch(8, 16), products=how)
+    rows = []
+    for each in (parallel, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses = []
+        for number in range(3):
+            loss = each(**batch(8, 16, seed=number)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(full(loss.detach())))
+        rows.append(losses)
+    off = max(abs(a - b) / b for a, b in zip(*rows, strict=True))
+    say(off < 1e-4, f"{how} {mesh}", f"{off:.1e} {rows[0]}")
+
+
 def say(good: bool, what: str, about: str) -> None:
     if dist.get_rank() == 0:
         print("ok " if good else "BAD", what, about, flush=True)
@@ -189,6 +210,8 @@ def main() -> None:
         if not pipeline:
             scaled(mesh)
             emptied(mesh)
+    for how in FORMATS:
+        cast_products("fsdp=2,tp=2", how)
     leave()
 
 

@@ -307,6 +307,19 @@ def _reductions(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.topk.default", (x, 3, 1, False))
 
 
+def _scaled(m: Make) -> Iterator[OpSample]:
+    """Casts to 8 bits with one scale, scales of rows, and scales of blocks of 4; and their products."""
+    e4, e8, ops = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.ops.autoshard
+    for k, block, kind in ((None, 0, f32), (1, 0, f32), (1, 4, e8)):
+        n = None if k is None else 0
+        a, b = m.real(6, 8).float(), m.real(8, 12).float()
+        sa, sb = ops.amax_scale(a, k, block, e4, kind), ops.amax_scale(b, n, block, e4, kind)
+        qa, qb = ops.cast_scaled(a, sa, e4), ops.cast_scaled(b, sb, e4)
+        yield OpSample("autoshard.amax_scale.default", (a, k, block, e4, kind))
+        yield OpSample("autoshard.cast_scaled.default", (a, sa, e4))
+        yield OpSample("autoshard.scaled_mm.default", (sa, sb, qa, qb, f32))
+
+
 def _matmuls(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.mm.default", (m.real(5, 6), m.real(6, 7)))
     yield OpSample("aten.mm.default", (m.real(8, 1), m.real(1, 12)))
@@ -315,6 +328,7 @@ def _matmuls(m: Make) -> Iterator[OpSample]:
         yield OpSample("aten.addmm.default", (bias, m.real(5, 6), m.real(6, 7)), {"alpha": 0.5, "beta": 2})
     yield OpSample("aten.baddbmm.default", (m.real(4, 1, 7), m.real(4, 5, 6), m.real(4, 6, 7)))
     yield OpSample("aten.mv.default", (m.real(5, 6), m.real(6)))
+    yield from _scaled(m)
     yield OpSample("aten.dot.default", (m.real(6), m.real(6)))
     plain = [[2, 1], [1, 1], [1, 1], False, [0, 0], 1]
     for bias in (None, m.real(6)):

@@ -305,9 +305,10 @@ def _print(outcome: Verification) -> None:
         check_table.add_row(kind, str(len(checks)), f"{worst.error:.1e}", worst.name, word)
     print_table(check_table)
     for r in outcome.rounded:
-        done = "gathered" if r.kind == "all_gather" else "reduced"
+        done = {"all_gather": "gathered", "cast": "cast for products"}.get(r.kind, "reduced")
+        word = "float" if r.kind == "cast" else "int"
         console.print(
-            f"int{r.bits}    {r.values} {r.what} {done}: relative error {r.mean:.1e} on average, "
+            f"{word}{r.bits}  {r.values} {r.what} {done}: relative error {r.mean:.1e} on average, "
             f"{r.worst:.1e} at worst ({r.name}), in the 2-norm",
             markup=False,
         )

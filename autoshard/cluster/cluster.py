@@ -26,7 +26,7 @@ USABLE_FRACTION = 0.94
 #: Share of computing that hides collectives of parameters where a cluster file does not say: NCCL's kernels
 #: take multiprocessors and memory bandwidth from what they hide behind. Assumed.
 OVERLAP = 0.8
-#: f8: of products whose factors are cast to 8-bit floats, which no tensor here is stored in
+#: f8: of products of 8-bit floats with scales
 _RATES = (*DTYPES, "f8")
 
 

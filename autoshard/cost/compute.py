@@ -54,7 +54,7 @@ def flop_rate(dtype: str, device: Device, *, matmul: bool) -> float:
     Vector units do narrow floats at the rate of f32 at best. Dtypes that the device has no rate for run at
     that of f32; it may have rates for more than tensors are stored in (``f8``).
     """
-    if dtype not in DTYPES and dtype not in device.peak_flops:
+    if dtype not in DTYPES and dtype not in (*device.peak_flops, "f8"):
         raise UsageError(f"there is no dtype {dtype!r}", hint=nearest(dtype, DTYPES))
     vector = device.peak_flops["f32"]
     peak = device.peak_flops.get(dtype, vector)

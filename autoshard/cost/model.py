@@ -24,6 +24,7 @@ from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.experts import destinations
 from autoshard.ir.local_bytes import held_bytes, held_shape
 from autoshard.ir.placement import Layout
+from autoshard.ir.scaled import copies_of
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState
 
@@ -65,10 +66,12 @@ class CostModel:
             for number, (type_, layout) in enumerate(zip(outs, states[0].outputs, strict=True))
             if type_ is not None and layout is not None
         ]
-        dtype = next((type_.dtype for _, type_ in products if type_.is_float), "f32")
+        dtype = rule.rate or next((type_.dtype for _, type_ in products if type_.is_float), "f32")
         moved = np.zeros(len(states))
+        copies = copies_of(ins[0], turned) if rule.rate else (0.0, 0.0)
         for number, type_ in enumerate(ins):
             times = grow[number] if grow else 1.0
+            times *= 1.0 + (copies[number - len(ins)] if number >= len(ins) - 2 else 0.0)
             moved += times * self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
         sums = np.zeros(len(states))  # how many there are, in results with rows and columns
         for number, type_ in products:

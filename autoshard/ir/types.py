@@ -17,6 +17,10 @@ DTYPES: dict[str, tuple[str, int]] = {
     "i8": ("int8", 1),
     "u8": ("uint8", 1),
     "bool": ("bool", 1),
+    # of operands of products, and of their scales (`ir.scaled`)
+    "f8e4m3": ("float8_e4m3fn", 1),
+    "f8e5m2": ("float8_e5m2", 1),
+    "f8e8m0": ("float8_e8m0fnu", 1),
     "c64": ("complex64", 8),
     "c128": ("complex128", 16),
 }

@@ -13,7 +13,18 @@ from autoshard.kernels import (
     vocab_ce,
     vocab_embedding,
 )
-from autoshard.ops import attention, attention_rows, ctc, dropout, experts, loss, recurrent, scatter, total
+from autoshard.ops import (
+    attention,
+    attention_rows,
+    ctc,
+    dropout,
+    experts,
+    loss,
+    recurrent,
+    scaled,
+    scatter,
+    total,
+)
 
 __all__ = [
     "attention",
@@ -29,6 +40,7 @@ __all__ = [
     "quant",
     "quant_reduce",
     "recurrent",
+    "scaled",
     "scatter",
     "total",
     "vocab_ce",

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from autoshard.ir import Folded, Joint
 from autoshard.ir.flow import Flow, flow_of
-from autoshard.passes.pipeline import Tiling, simplify
+from autoshard.passes.pipeline import Simplifying, simplify
+from autoshard.passes.simplify.cast_products import ProductCasts
 from autoshard.planner.fingerprint import fingerprint
 from autoshard.program.dumps import Dumps, Shot
 from autoshard.rules.core import Factored, RuleFn
@@ -49,18 +50,19 @@ def analyse(
     rules: Rules = None,
     progress: Callable[[str], None] | None = None,
     tile_rows: int = 0,
+    products: str = "",
 ) -> Analysis:
     """Simplify a captured model and find its rules. Raises NoRuleError naming all ops without one.
 
     rules: the user's own, beside those that come with autoshard. tile_rows: tokens of a tile of what is wide
-    (`passes.memory.tile_rows`), 0 for no tiles.
+    (`passes.memory.tile_rows`), 0 for no tiles. products: as `PlanOptions` has it.
     """
     say = progress or (lambda _: None)
     table = rule_table(RULES, rules)
     say("folding")
     shots: dict[str, Shot] = {}
-    tiling = Tiling(tile_rows, table)
-    folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")), tiling)
+    how = Simplifying(tile_rows, table, ProductCasts.parse(products))
+    folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")), how)
     flow = flow_of(folded)
     say("finding rules")
     rules_found, replicated = rules_for(folded, replicate_unknown=replicate_unknown, table=table)

@@ -115,6 +115,7 @@ class ModelCompiler:
             stored,
             options.precision,
             options.tile_rows or 0,
+            options.products,
         )
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:

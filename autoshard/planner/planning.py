@@ -23,7 +23,7 @@ from autoshard.ir.units import bytes_text
 from autoshard.options import Differentiate, PlanOptions
 from autoshard.passes.pipeline import check_slices
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import candidate_meshes, check_pipeline, given_mesh
+from autoshard.planner.candidates import candidate_meshes, check_pipeline, check_products, given_mesh
 from autoshard.planner.host_memory import check_states
 from autoshard.planner.memory_fit import MemoryFitter, Peak
 from autoshard.planner.stage_partition import Staging
@@ -55,7 +55,8 @@ class Source:
 
     differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
     layers that differ in them are planned each for itself. precision: to compute in, "" for the model's.
-    tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`).
+    tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`). products: see
+    `PlanOptions`.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class Source:
     stored: Mapping[str, str] = field(default_factory=dict)
     precision: str = ""
     tile_rows: int = 0
+    products: str = ""
 
     @staticmethod
     def of_plan(
@@ -81,6 +83,7 @@ class Source:
             rules,
             precision=plan.precision,
             tile_rows=plan.tile_rows,
+            products=plan.products,
         )
 
     def analysed(self, say: Progress) -> Analysis:
@@ -106,6 +109,7 @@ class Source:
             rules=self.rules,
             progress=say,
             tile_rows=self.tile_rows,
+            products=self.products,
         )
 
     def with_batch(self, analysis: Analysis, batch: int) -> Source:
@@ -181,6 +185,7 @@ class PlanningRequest:
 
     def __post_init__(self) -> None:
         check_pipeline(self.options)
+        check_products(self.options, self.machine)
 
     @property
     def batch(self) -> int | None:
@@ -359,7 +364,12 @@ class PlanningRequest:
         return replace(
             planned,
             source=source,
-            plan=replace(planned.plan, precision=source.precision, tile_rows=source.tile_rows),
+            plan=replace(
+                planned.plan,
+                precision=source.precision,
+                tile_rows=source.tile_rows,
+                products=source.products,
+            ),
         )
 
     def _candidates(self, analysis: Analysis) -> list[Staged]:

@@ -131,6 +131,11 @@ class Program:
         return MixedPrecision(json.loads(self.plan).get("precision", "")) if self.plan else UNCHANGED
 
     @property
+    def products(self) -> str:
+        """In which format the operands of products are, "" for the type that the model computes in."""
+        return str(json.loads(self.plan).get("products", "")) if self.plan else ""
+
+    @property
     def whole_mesh(self) -> str:
         """The mesh of all ranks, with its pp axis: ``pp=4,dp=2,tp=2``."""
         if self.stages is None:

@@ -57,7 +57,8 @@ class Factored:
         split by these, the others by rows, so that ``local`` must send rows to their owners or back.
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
-    recomputed: of the FLOP, those that repeat what forward did.
+    recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
+        product is done, where not at that of its result.
     """
 
     sizes: tuple[int, ...]
@@ -74,6 +75,7 @@ class Factored:
     exchange: tuple[tuple[int, int], ...] = ()
     kernel: Kernel = ""
     recomputed: float = 0.0
+    rate: str = ""
 
     def exchanged(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
         """The axis (its number) over which a call with these layouts exchanges rows, or None."""

@@ -22,6 +22,7 @@ from autoshard.rules import (
     pointwise,
     recurrent,
     reduction,
+    scaled,
     spatial,
     view,
 )
@@ -37,6 +38,7 @@ _SINGLE: Mapping[str, RuleFn] = MappingProxyType(
             view,
             reduction,
             matmul,
+            scaled,
             norm,
             spatial,
             linalg,

@@ -1,8 +1,8 @@
 """Stretches of a segment that become machine code: Inductor compiles what stands between two messages.
 
-A subgraph is ATen ops that follow one another. Messages, copies to and from the host, random numbers and ops
-of ours stay between subgraphs, where the program has them. None waits for a message that its first step does
-not wait for, so that what ran beside a message still does.
+A subgraph is ATen ops that follow one another. Messages, copies to and from the host, random numbers and
+most ops of ours stay between subgraphs, where the program has them. None waits for a message that its first
+step does not wait for, so that what ran beside a message still does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tag
 
 from autoshard.errors import UsageError, VerificationError
+from autoshard.ops.scaled import MADE_OF
 from autoshard.runtime.prepared_call import PreparedCall
 from autoshard.runtime.resolve import torch_op
 from autoshard.torch_adapters.inductor import Compiled, compile_function, forms_of
@@ -73,7 +74,7 @@ class Subgraph:
                 hint=_HINT,
             )
         try:
-            code, forms = compile_function(self, xs, kept)
+            code, forms = compile_function(self, xs, kept, {torch_op(op): fn for op, fn in MADE_OF.items()})
         except Exception as error:
             raise UsageError(
                 "Inductor cannot compile a part of the program",
@@ -154,9 +155,9 @@ def _family(step: PreparedCall) -> str:
 
 
 def _compiles(step: PreparedCall) -> bool:
-    """Whether a step can be of a subgraph: an ATen op, of shapes that are known, that changes none of its
-    arguments and is the same at every call of its segment."""
-    if step.sites or not step.node.op.startswith(("aten.", "prims.")):
+    """Whether a step can be of a subgraph: an ATen op, or one made of such, of shapes that are known, that
+    changes none of its arguments and is the same at every call of its segment."""
+    if step.sites or not (step.node.op in MADE_OF or step.node.op.startswith(("aten.", "prims."))):
         return False
     op = torch_op(step.node.op)
     return not op._schema.is_mutable and _BARRED.isdisjoint(op.tags)

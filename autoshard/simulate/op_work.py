@@ -17,9 +17,10 @@ from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
 from autoshard.ir.quantized import packed_bytes
 from autoshard.ir.routing import EVEN
 from autoshard.ir.row_tiles import OTHER, TILES, RowTiles, tiles_of
+from autoshard.ir.scaled import SCALED_MM, copies_of, rate_of
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
-from autoshard.rules import attention, experts, matmul
+from autoshard.rules import attention, experts, matmul, scaled
 from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.work import (
@@ -48,7 +49,9 @@ NARROWED = frozenset(
         *("autoshard.expert_mm.default", *_OUTER),
     )
 )
-PRODUCTS = frozenset((*matmul.RULES, *attention.RULES, *experts.RULES, "aten.addmm.default"))
+PRODUCTS = frozenset(
+    (*matmul.RULES, *attention.RULES, *experts.RULES, *scaled.PRODUCTS, "aten.addmm.default")
+)
 
 
 class Ops:
@@ -135,6 +138,12 @@ class Ops:
                 return [*narrowed, self._product(ins, outs[0], dtype)]
             moved = self._moved(node, values, inside)
             return [*narrowed, *self._other_products(node, ins, outs, dtype, moved)]
+        if node.op == SCALED_MM:
+            scale, left, right = ins[0].type, ins[-2], ins[-1]
+            of_left, of_right = copies_of(scale, (left.turned, right.turned))
+            copied = of_left * self.nbytes(left) + of_right * self.nbytes(right)
+            product = self._product(ins, outs[0], rate_of(scale))
+            return [MemoryWork(copied), product] if copied else [product]
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
         if node.op == TILES:
@@ -511,7 +520,7 @@ def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorTy
     """FLOP of a whole matrix product or attention; 0 where the rule does not know."""
     if node.op == "aten.addmm.default":
         return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
-    for rules in (matmul.RULES, attention.RULES, experts.RULES):
+    for rules in (matmul.RULES, attention.RULES, experts.RULES, scaled.PRODUCTS):
         if node.op in rules:
             try:
                 return rules[node.op](node, ins).flops

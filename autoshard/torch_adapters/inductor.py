@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -24,16 +25,20 @@ Compiled: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 #: of an output: shape, strides, and the first of the inputs and outputs before it that has its memory
 Form: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], int | None]"
 
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
 
 def compile_function(
     function: Callable[..., tuple[torch.Tensor, ...]],
     inputs: Sequence[torch.Tensor],
     kept: Path | None = None,
+    made_of: Mapping[Any, Callable[..., Any]] = NOTHING,
 ) -> tuple[Compiled, list[Form]]:
     """(machine code of a function for inputs of these types, shapes and strides; the forms of its outputs).
 
     kept: a folder of compiled graphs, one file each under a hash of the graph, of torch and of the device.
-    Outputs have the strides that the function gives them. What Inductor raises is raised as it is.
+    made_of: op -> what makes it of ops that Inductor knows. Outputs have the strides that the function gives
+    them. What Inductor raises is raised as it is.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
@@ -44,7 +49,9 @@ def compile_function(
 
     plain = torch.func.functionalize(function, remove="mutations")
     with torch.no_grad():
-        traced = make_fx(plain, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+        traced = make_fx(
+            plain, decomposition_table={**select_decomp_table(), **made_of}, tracing_mode="fake"
+        )(*inputs)
         fakes = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
         (end,) = traced.graph.find_nodes(op="output")
         outs = [n.meta["val"] for n in end.args[0]]

@@ -6,8 +6,9 @@ positions, which eager PyTorch's is not.
 
 A step of a program with several microbatches is all of them, compared with one call of the model with the
 whole batch. Only where a program computes something for every microbatch by itself (`Program.alone`) is it
-compared with a program for one rank, which does the same. A batch of the size of one microbatch is verified
-as that one.
+compared with a program for one rank, which does the same; so is one with products of 8-bit operands, which
+the model does not have: what each operand loses is measured. A batch of the size of one microbatch is
+verified as that one.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ FLOAT32 = Tolerance(1e-4, 1e-2)
 HALF = Tolerance(5e-2, 1e-1)
 #: bits in which parameters, gradients or activations travel -> what that does to the tensors of a small model
 QUANTISED: Mapping[int, Tolerance] = MappingProxyType({8: Tolerance(5e-2, 1e-1), 4: Tolerance(3e-1, 3e-1)})
+#: whether the model computes in half precision -> what casts for products make of sums in another order, as a
+#: value between two codes may be rounded to either
+CAST: Mapping[bool, Tolerance] = MappingProxyType({False: Tolerance(2e-2, 1e-1), True: Tolerance(1e-1, 1e-1)})
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Check:
 class Rounded:
     """What quantising did to all messages of a kind: see `runtime.lockstep.rounding.Rounding`.
 
-    what: parameters, activations or gradients. name: the value with the worst error; worst, mean: of the
-    errors of all values.
+    what: parameters, gradients, or activations (of casts, with their gradients). name: the value with the
+    worst error; worst, mean: of the errors of all values.
     """
 
     kind: str
@@ -177,9 +181,10 @@ def _verified(
     _check_model(program, model)
     if needs_one_rank(program) and one_rank is None:
         terms = "; ".join(program.alone) or "what it keeps in buffers"
-        alone = f"computes for every microbatch by itself {terms}"
+        why = f"computes for every microbatch by itself {terms}"
+        why = f"has products in {program.products}" if program.products else why
         raise UsageError(
-            f"the program {'has dropout' if has_dropout(program) else alone}",
+            f"the program {'has dropout' if has_dropout(program) else why}",
             hint="compare it with a program for one rank and as many microbatches",
         )
     batch = Batch(program, args, kwargs)
@@ -207,7 +212,7 @@ def _rounded(program: Program, errors: Sequence[Rounding]) -> Iterator[Rounded]:
 
     def group(r: Rounding) -> tuple[str, str, int]:
         gathered = "parameters" if r.name in weights.inside[r.segment] else "activations"
-        return r.kind, gathered if r.kind == "all_gather" else "gradients", r.bits
+        return r.kind, "gradients" if r.kind == "reduce_scatter" else gathered, r.bits
 
     for kind, what, bits in dict.fromkeys(map(group, errors)):
         own = [r for r in errors if group(r) == (kind, what, bits)]
@@ -233,7 +238,10 @@ def tolerance_of(program: Program) -> Tolerance:
     values = program.lowered.values
     types = {p.type.dtype for p in program.signature.ports}
     types |= {values[r.value].type.dtype for r in program.signature.results}
-    return HALF if types & {"bf16", "f16"} else FLOAT32
+    half = bool(types & {"bf16", "f16"})
+    if program.products:
+        return CAST[half]
+    return HALF if half else FLOAT32
 
 
 def has_dropout(program: Program) -> bool:
@@ -244,7 +252,8 @@ def has_dropout(program: Program) -> bool:
 def needs_one_rank(program: Program) -> bool:
     """Whether the model itself, called with a whole batch, gives something else than the program."""
     updates = any(r.kind == "buffer" for r in program.signature.results)
-    return has_dropout(program) or (program.microbatches > 1 and (updates or bool(program.alone)))
+    alone = program.microbatches > 1 and (updates or bool(program.alone))
+    return has_dropout(program) or alone or bool(program.products)
 
 
 def parameter_bytes(program: Program) -> int:

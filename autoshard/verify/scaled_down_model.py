@@ -128,7 +128,13 @@ def _planned(
     if pipeline is None:
         batch = len(next(iter(inputs.values()))) if microbatches > 1 else None
         return make_plan(
-            model, mesh, example_inputs=inputs, cluster=big.cluster, global_batch=batch, progress=say
+            model,
+            mesh,
+            example_inputs=inputs,
+            cluster=big.cluster,
+            global_batch=batch,
+            products=big.products,
+            progress=say,
         )
     return make_plan(
         model,
@@ -139,6 +145,7 @@ def _planned(
         chunks=pipeline.chunks,
         slices=pipeline.slices if pipeline.slices > 1 else None,
         microbatches=microbatches,
+        products=big.products,
         progress=say,
     )
 
@@ -148,6 +155,8 @@ def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tu
     plan, kept = planned.plan, [f"axes {', '.join(Mesh.parse(program.whole_mesh).names)}"]
     if big.pipeline is not None:
         kept.append(f"schedule {big.pipeline.schedule}")
+    if big.products:
+        kept.append(f"products in {big.products}")
     plain = compile_analysed(replace(planned, plan=replace(plan, recompute={})))
     again: dict[str, Recompute] = {}
     original = plain.original

@@ -34,6 +34,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from autoshard.ir import Call, Folded, Graph, Node, Port, Ref, refs_of
 from autoshard.ir.flow import Place
+from autoshard.ir.scaled import AMAX_SCALE
 from autoshard.ir.views import CASTS
 from autoshard.rules.core import Factored
 
@@ -388,7 +389,10 @@ class _Following:
         return "own"
 
     def _note(self, node: Node, why: str) -> None:
-        """Once for a line of the user's."""
+        """Once for a line of the user's, and once for all scales of products."""
+        if node.op == AMAX_SCALE:
+            self.notes.setdefault(AMAX_SCALE, "the scales of operands of products in 8 bits")
+            return
         where = node.origin.source or node.origin.fqn or "the model"
         self.notes.setdefault(where, f"{node.op.split('.')[1]} at {where} ({why})")
 

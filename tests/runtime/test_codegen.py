@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls_worker import batch, build
 from codegen_worker import Net, X, net
 from families import family
 from ranks import HERE, run_ranks
@@ -18,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.errors import UsageError, VerificationError
+from autoshard.ir.scaled import CAST_SCALED, SCALED_MM
 from autoshard.program.store import load_program, save_program
 from autoshard.runtime import compiled_subgraphs
 from autoshard.runtime.compiled_segment import CompiledSegment
@@ -71,6 +73,30 @@ def test_numbers_are_those_of_the_ops(dropout: float) -> None:
             for one in (p, q):
                 one.grad = None
     assert program_of(models[1]).compiles and not program_of(models[0]).compiles
+
+
+@pytest.mark.parametrize("products", ["float8-rowwise", "mxfp8"])
+def test_casts_of_operands_are_compiled(products: str) -> None:
+    inputs = batch(8, 16)
+    plain, code = (
+        autoshard.parallelize(build("Llama"), "dp=1", example_inputs=inputs, products=products, codegen=how)
+        for how in ("interpreter", "inductor")
+    )
+    losses = [model(**inputs).loss for model in (plain, code)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(plain.parameters(), code.parameters(), strict=True):
+        # a value between two codes may be rounded to either
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=4e-3 * float(p.grad.abs().max()))
+    found = [
+        step.node.op
+        for segment in program_of(code).segments.values()
+        for part in getattr(segment._run, "parts", ())
+        if isinstance(part, Subgraph)
+        for step in part.steps
+    ]
+    assert CAST_SCALED in found and SCALED_MM not in found
 
 
 def test_more_layers_are_not_compiled_more_often() -> None:
@@ -152,8 +178,8 @@ def test_what_inductor_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strides_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = compiled_subgraphs.compile_function
 
-    def other(function: Any, xs: Any, kept: Any) -> Any:
-        code, forms = real(function, xs, kept)
+    def other(*given: Any) -> Any:
+        code, forms = real(*given)
         return code, [(shape, tuple(reversed(strides)), alias) for shape, strides, alias in forms]
 
     monkeypatch.setattr(compiled_subgraphs, "compile_function", other)

@@ -17,10 +17,9 @@ from autoshard.ir.lowered import StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.placement import Shard
 from autoshard.program.program import Program
-from autoshard.rules.quantized_gather import NORMS
 from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.lockstep.in_process import Together, groups_of
-from autoshard.runtime.lockstep.rounding import Rounding, exact_message, of_message, of_norm
+from autoshard.runtime.lockstep.rounding import ROUNDED, Rounding, exact_message, of_message, of_op
 from autoshard.runtime.prepared_call import Env, PreparedCall
 from autoshard.runtime.prepared_steps import PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
@@ -145,16 +144,16 @@ class Lockstep:
     def _step(self, steps: Sequence[PreparedCall], envs: Sequence[Env], site: int, segment: str) -> None:
         """One op on all ranks."""
         node = steps[0].node
-        norm = NORMS.get(node.op)
-        measured = norm is not None or any(sent_bits(node))
+        rounded = ROUNDED.get(node.op)
+        measured = rounded is not None or any(sent_bits(node))
         given = [step.arguments(env, site) for step, env in zip(steps, envs, strict=True)] if measured else []
         if not is_collective(node):
             for step, env in zip(steps, envs, strict=True):
                 with _refused(node):
                     step.run(env, site)
-            if norm is not None:
-                slot = steps[0].outs[norm[0]]
-                self.rounding.append(of_norm(node, given, [env[slot] for env in envs], segment))
+            if rounded is not None:
+                slot = steps[0].outs[rounded]
+                self.rounding.append(of_op(node, given, [env[slot] for env in envs], segment))
             return
         calls = [partial(step.call, env, site) for step, env in zip(steps, envs, strict=True)]
         with _refused(node):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch
 from autoshard.ir import Node
 from autoshard.ir.collectives import sent_bits, transfer_of
 from autoshard.ir.quantized import WIRE_BITS
+from autoshard.ir.scaled import CAST_SCALED
 from autoshard.kernels.quant import dequantise
+from autoshard.ops.scaled import scaled_back
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.runtime.resolve import find_op
 from autoshard.runtime.shard_utils import join_parts, reduce_parts, take_part
@@ -23,8 +26,8 @@ _PLAIN = {wired: norm for norm, wired in WIRED.items()}
 class Rounding:
     """What quantising did to a value: |changed - exact| / |exact|, both in the 2-norm.
 
-    name: of the value. bits: 8 or 4, the fewest that anything in the message has. kind: all_gather or
-    reduce_scatter. segment: that the value is in, "" for main.
+    name: of the value. bits: 8 or 4, the fewest that anything in the message has. kind: all_gather,
+    reduce_scatter, or cast for an operand of a product. segment: that the value is in, "" for main.
     """
 
     kind: str
@@ -58,14 +61,21 @@ def exact_message(node: Node, given: Sequence[Sequence[torch.Tensor]]) -> list[l
     return [[take_part(x, w[0], ways, k, w[1], w[2]) for x, w in sums] for k in range(ways)]
 
 
-def of_norm(
-    node: Node, given: Sequence[Sequence[Any]], wires: Sequence[torch.Tensor], segment: str
-) -> Rounding:
-    """Of a norm that gives its rows as a wire, over all ranks. given: its arguments per rank."""
+#: ops whose rounding is measured -> which of their outputs is rounded
+ROUNDED: Mapping[str, int] = MappingProxyType(
+    {CAST_SCALED: 0, **{op: place for op, (place, _) in NORMS.items()}}
+)
+
+
+def of_op(node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor], segment: str) -> Rounding:
+    """Of an op of `ROUNDED`, over all ranks. given: its arguments per rank. outs: what it rounded."""
+    if node.op == CAST_SCALED:
+        back = [(scaled_back(out, args[1]), args[0]) for args, out in zip(given, outs, strict=True)]
+        return Rounding("cast", node.name, WIRE_BITS, _error(back), segment)
     norm = find_op(_PLAIN[node.op])
     place, last = NORMS[node.op]
     pairs = []
-    for args, wire in zip(given, wires, strict=True):
+    for args, wire in zip(given, outs, strict=True):
         exact = norm(*args[:last])[place]
         changed = dequantise(wire, exact.numel(), WIRE_BITS, args[last], exact.dtype)
         pairs.append((changed.view_as(exact), exact))

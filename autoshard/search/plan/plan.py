@@ -116,7 +116,7 @@ class Plan:
     step_fingerprint: of the graph that a program of several microbatches is stored with, whose losses add up
     to those of the whole batch; "" where that is the graph the plan is for. precision: in which the model
     computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
-    (`passes.memory.tile_rows`).
+    (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`).
     """
 
     mesh: str
@@ -142,6 +142,7 @@ class Plan:
     step_fingerprint: str = ""
     precision: str = ""
     tile_rows: int = 0
+    products: str = ""
 
 
 def why_key(kind: str, *parts: object) -> str:

@@ -48,6 +48,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     step_fingerprint: str = ""
     precision: str = ""
     tile_rows: int = 0
+    products: str = ""
     optimality: OptimalityGap
 
 

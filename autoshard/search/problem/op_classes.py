@@ -77,6 +77,7 @@ class Kinds:
                     rule.kind,
                     rule.kernel,
                     rule.flops,
+                    rule.rate,
                     rule.inputs,
                     rule.outputs,
                     ins,

@@ -1,0 +1,82 @@
+"""Matrix products whose operands are cast to 8-bit floats, each with scales: which formats there are.
+
+With s = amax_scale(x, dim, block, element, scale) and q = cast_scaled(x, s, element), x is about q * s. The
+product of two such operands is ``autoshard.scaled_mm(scale_a, scale_b, a, b, dtype)``. Scales have the dims
+of what they scale; a dim along which elements share one has size 1, or one element for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autoshard.ir.types import TensorType
+
+AMAX_SCALE = "autoshard.amax_scale.default"
+CAST_SCALED = "autoshard.cast_scaled.default"
+SCALED_MM = "autoshard.scaled_mm.default"
+
+
+@dataclass(frozen=True)
+class ProductFormat:
+    """How the operands of products are cast.
+
+    element: type of what forward multiplies. gradient: of gradients of results. whole: one scale for a
+    tensor, else one for every row or column that is summed over. block: elements that share a scale of
+    those summed over, 0 for all. scale: type of scales. weight_gradient: whether products that make
+    gradients of parameters are cast, too.
+    """
+
+    element: str = "f8e4m3"
+    gradient: str = "f8e4m3"
+    whole: bool = False
+    block: int = 0
+    scale: str = "f32"
+    weight_gradient: bool = True
+
+    @property
+    def rate(self) -> str:
+        """At the rate of which type GPUs multiply such operands.
+
+        Scales of blocks are multiplied into bf16 copies first: no kernel here takes them.
+        """
+        return "f8" if self.scale == "f32" else "bf16"
+
+    def granularity(self, dim: int) -> int | None:
+        """The dim along which elements share a scale, of an operand summed over ``dim``; None: all."""
+        return None if self.whole else dim
+
+
+#: Micikevicius et al., "FP8 formats for deep learning", 2022, section 3 (gradients in e5m2); torchao, whose
+#: recipes of these names, whose scales are dynamic, too; Open Compute Project, "Microscaling formats (MX)
+#: specification", 1.0, section 5 (blocks of 32, scales that are powers of two)
+FORMATS: Mapping[str, ProductFormat] = MappingProxyType(
+    {
+        "float8-tensorwise": ProductFormat(gradient="f8e5m2", whole=True),
+        "float8-rowwise": ProductFormat(),
+        "float8-rowwise-gw-hp": ProductFormat(weight_gradient=False),
+        "mxfp8": ProductFormat(block=32, scale="f8e8m0"),
+    }
+)
+
+
+def scale_shape(shape: Sequence[int], dim: int | None, block: int) -> tuple[int, ...]:
+    """Of the scales of a tensor. dim: along which elements share one, None for all. block: see above."""
+    if dim is None:
+        return (1,) * len(shape)
+    return tuple((n // block if block else 1) if d == dim else n for d, n in enumerate(shape))
+
+
+def rate_of(scale: TensorType) -> str:
+    """`ProductFormat.rate` of a product, by the scales of an operand."""
+    return ProductFormat(scale=scale.dtype).rate
+
+
+def copies_of(scale: TensorType, turned: tuple[bool, bool]) -> tuple[float, float]:
+    """Bytes moved per byte of each operand before they are multiplied, which matrix units of 8 bits only do
+    with rows of the left one and columns of the right one that lie contiguous. turned: whether each lies in
+    memory by its other dim."""
+    if rate_of(scale) != "f8":
+        return 4.0, 4.0  # read once, written and read in 16 bits, less what the product would have read
+    return 2.0 * turned[0], 2.0 * (not turned[1])

@@ -1,0 +1,131 @@
+"""Operands of matrix products in 8-bit floats with scales, and their products (`ir.scaled`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch.nn.functional import pad
+
+from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED
+from autoshard.kernels.norm import wide
+from autoshard.torch_adapters.op_library import define
+
+#: amax of what is zero, so that nothing is divided by zero
+_LEAST = 1e-12
+#: matrix units take sums over so many elements at a time
+_WORD = 16
+
+
+def amax_scale(
+    x: torch.Tensor, dim: int | None, block: int, element: torch.dtype, scale: torch.dtype
+) -> torch.Tensor:
+    """By what x is divided so that its largest element is the largest of ``element``.
+
+    dim: along which elements share a scale, all of it or ``block`` of them; None: all of x do. scale: type of
+    the result; where that holds powers of two only, they are rounded up, so that nothing overflows (Mishra et
+    al., "Recipes for pre-training LLMs with MXFP8", 2025, section 3).
+    """
+    size = x.abs()
+    if dim is None:
+        largest = size.amax(tuple(range(x.dim())), keepdim=True)
+    elif block:
+        largest = size.unflatten(dim, (-1, block)).amax(dim + 1)
+    else:
+        largest = size.amax(dim, keepdim=True)
+    found = largest.float().clamp_min(_LEAST) / torch.finfo(element).max
+    return found if scale == torch.float32 else torch.exp2(torch.ceil(torch.log2(found))).to(scale)
+
+
+def _fake_scale(
+    x: torch.Tensor, dim: int | None, block: int, element: torch.dtype, scale: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_like(amax_scale(x, dim, block, element, scale))
+
+
+def _by_block(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor with a dim of its own for the elements of a block, and scales that broadcast to it."""
+    for dim, (n, size) in enumerate(zip(scale.shape, x.shape, strict=True)):
+        if n not in (1, size):
+            return x.unflatten(dim, (n, size // n)), scale.unsqueeze(dim + 1)
+    return x, scale
+
+
+def cast_scaled(x: torch.Tensor, scale: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+    """x / scale, rounded to ``element``; what is larger than its largest becomes that."""
+    largest = torch.finfo(element).max
+    blocks, scales = _by_block(wide(x), scale.float())
+    return (blocks / scales).clamp(-largest, largest).to(element).reshape(x.shape)
+
+
+def _fake_cast(x: torch.Tensor, scale: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=element, device=x.device)
+
+
+def scaled_mm(
+    scale_a: torch.Tensor, scale_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """(a [m, k] * scale_a) @ (b [k, n] * scale_b), added up in fp32 (fp64 for that dtype)."""
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    if scale_a.shape[1] == scale_b.shape[0] == 1:
+        return (a.to(kind) @ b.to(kind)).mul_(scale_a.to(kind)).mul_(scale_b.to(kind)).to(dtype)
+    return (scaled_back(a, scale_a, kind) @ scaled_back(b, scale_b, kind)).to(dtype)
+
+
+def scaled_back(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype = torch.float32) -> torch.Tensor:
+    """What the elements of a cast stand for."""
+    blocks, scales = _by_block(x.to(kind), scale.to(kind))
+    return (blocks * scales).reshape(x.shape)
+
+
+def _on_gpu(
+    scale_a: torch.Tensor, scale_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The same on matrix units of 8 bits, which take rows of a and columns of b that lie contiguous."""
+    if scale_a.dtype != torch.float32:
+        # elements times a power of two are exact in bf16, and their products in the fp32 that adds them up
+        half = torch.bfloat16
+        return (scaled_back(a, scale_a, half) @ scaled_back(b, scale_b, half)).to(dtype)
+    more = -a.shape[1] % _WORD
+    if more:
+        a, b = pad(a, (0, more)), pad(b, (0, 0, 0, more))
+    left, right = a.contiguous(), b.t().contiguous().t()
+    by_row = scale_a.numel() > 1 or scale_b.numel() > 1
+    if by_row and dtype != torch.bfloat16:
+        # scales of rows only come with results in bf16
+        ones = torch.ones((), dtype=torch.float32, device=a.device)
+        full = torch._scaled_mm(left, right, ones, ones, out_dtype=torch.float32)
+        return full.mul_(scale_a).mul_(scale_b).to(dtype)
+    if by_row:
+        scale_a, scale_b = (
+            scale_a.expand(a.shape[0], 1).contiguous(),
+            scale_b.expand(1, b.shape[1]).contiguous(),
+        )
+    return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=dtype)
+
+
+#: op of a program -> what it calls, for compilers that fuse it with what is around it
+MADE_OF: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
+    {AMAX_SCALE: amax_scale, CAST_SCALED: cast_scaled}
+)
+
+
+def _fake_mm(
+    scale_a: torch.Tensor, scale_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
+
+
+define(
+    "amax_scale(Tensor x, int? dim, int block, ScalarType element, ScalarType scale) -> Tensor",
+    amax_scale,
+    _fake_scale,
+)
+define("cast_scaled(Tensor x, Tensor scale, ScalarType element) -> Tensor", cast_scaled, _fake_cast)
+define(
+    "scaled_mm(Tensor scale_a, Tensor scale_b, Tensor a, Tensor b, ScalarType dtype) -> Tensor",
+    scaled_mm,
+    _fake_mm,
+    cuda=_on_gpu,
+)

@@ -1,0 +1,267 @@
+"""Cast the operands of products with parameters to 8-bit floats, in forward and in backward (`ir.scaled`).
+
+A product x @ W of forward, and those that make the gradients of x and of W, multiply casts of their operands
+with scales that are computed where they are needed ("dynamic"). A cast is a value as any other: what is
+gathered, saved for backward or reduced may be the cast of a value in place of the value, and scales are the
+largest over all ranks that hold a part, so that a program on many ranks computes what it does on one.
+
+Which products: those of matrices of parameters whose sizes are multiples of 16 (of a block, if that is more),
+but for the head, after which no other product with a parameter comes; or those of the modules that are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from autoshard.capture.expand_repeats import expand_repeats
+from autoshard.capture.repeat_op import REPEAT, RepeatKey
+from autoshard.errors import UsageError
+from autoshard.ir import Dtype, Graph, Joint, Node, Ref, TensorType, refs_of
+from autoshard.ir.names import fresh_name
+from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED, FORMATS, SCALED_MM, ProductFormat, scale_shape
+from autoshard.ir.views import ALIASES, RESHAPES
+from autoshard.passes.rewrite import Steps, first_type
+
+_MM, _ADDMM, _ADD = "aten.mm.default", "aten.addmm.default", "aten.add.Tensor"
+_TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+#: sizes that matrix units of 8 bits take whole
+_WORD = 16
+_FLOATS = ("f64", "f32", "bf16", "f16")
+
+
+@dataclass(frozen=True)
+class ProductCasts:
+    """Which products are cast, and how. modules: globs of module paths; () for all but the head."""
+
+    format: ProductFormat
+    modules: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> ProductCasts | None:
+        """``float8-rowwise``, ``mxfp8:*.mlp.*,*.o_proj``; None for ""."""
+        name, _, globs = text.partition(":")
+        return ProductCasts(FORMATS[name], tuple(filter(None, globs.split(",")))) if name else None
+
+
+def cast_products(joint: Joint, products: ProductCasts | None) -> Joint:
+    """The same model with such products; layers of which only some have them are written out. Raises
+    UsageError if there are none."""
+    if products is None:
+        return joint
+    try:
+        return _cast(joint, products)
+    except _LayersDifferError:
+        return _cast(expand_repeats(joint), products)
+
+
+class _LayersDifferError(Exception):
+    """Calls of one layer graph differ in which products are cast."""
+
+
+def _cast(joint: Joint, products: ProductCasts) -> Joint:
+    places: dict[int, list[str]] = {}
+    for node in joint.graph.nodes:
+        if node.op == REPEAT:
+            places.setdefault(RepeatKey.parse(node.args[1]).body, []).append(node.origin.fqn)
+    weights = {p.name for p in joint.ports if p.kind == "param"}
+    outside = _Casting(joint.graph, weights, products, [""], followed=_followed(joint.graph, weights))
+    inside = [
+        _Casting(
+            body.joint.graph,
+            {p.name for p in body.joint.ports if p.kind == "param"},
+            products,
+            [f"{place}." for place in places.get(number, [])],
+        )
+        for number, body in enumerate(joint.bodies)
+    ]
+    if not any(each.forward for each in (outside, *inside)):
+        raise UsageError(
+            "no product of the model is cast",
+            why="none of matrices of parameters has sizes that are multiples of "
+            f"{max(_WORD, products.format.block)}"
+            + (f" and lies in {', '.join(products.modules)}" if products.modules else " before the head"),
+            hint="leave --products out, or name other modules: --products 'float8-rowwise:*.mlp.*'",
+        )
+    bodies = tuple(
+        replace(body, joint=replace(body.joint, graph=casting.graph()))
+        for body, casting in zip(joint.bodies, inside, strict=True)
+    )
+    return replace(joint, graph=outside.graph(), bodies=bodies)
+
+
+def _followed(graph: Graph, weights: set[str]) -> Callable[[Node], bool]:
+    """Whether another product with a parameter comes after a node of forward."""
+    views = _Views(graph)
+    before: set[str] = set()
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.backward:
+            continue
+        if not before.isdisjoint(node.outs):
+            found.add(node.name)
+        product = node.op == REPEAT or (
+            node.op in (_MM, _ADDMM) and any(views.weight(r, weights) for r in refs_of(node))
+        )
+        if product or node.name in found:
+            before.update(refs_of(node))
+    return lambda node: node.name in found
+
+
+class _Views:
+    """What the values of a graph are views of."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.types = graph.types()
+        self.makers = {o: n for n in graph.nodes for o in n.outs}
+
+    def turned(self, value: str) -> tuple[str, bool]:
+        """(the matrix that a matrix is, or is the transpose of; whether it is its transpose)."""
+        turned = False
+        while (node := self.makers.get(value)) is not None:
+            if node.op in _TRANSPOSES and len(first_type(node).shape) == 2:
+                # of two dims any order but their own; one that leaves them is a view no capture makes
+                turned = not turned
+            elif not (node.op in (*ALIASES, *RESHAPES) and node.types[0] == self.types[node.args[0].name]):
+                break
+            value = node.args[0].name
+        return value, turned
+
+    def root(self, value: str) -> str:
+        """What the rows of a value are."""
+        value = self.turned(value)[0]
+        while (node := self.makers.get(value)) is not None and node.op in (*ALIASES, *RESHAPES):
+            value = node.args[0].name
+        return value
+
+    def weight(self, value: str, weights: set[str]) -> str:
+        """The parameter that an operand is, "" if it is none."""
+        matrix = self.turned(value)[0]
+        return matrix if matrix in weights else ""
+
+
+class _Casting:
+    """The products of one graph, and the graph with their casts.
+
+    places: what is before the paths of its modules. followed: whether other products come after one.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: set[str],
+        products: ProductCasts,
+        places: Sequence[str],
+        followed: Callable[[Node], bool] = lambda node: True,
+    ) -> None:
+        self.before, self.weights, self.products = graph, weights, products
+        self.views, self.types = _Views(graph), graph.types()
+        self.taken = set(self.types)
+        #: (value, shape, dim along which elements share a scale, element type, whether of backward alone)
+        #: -> (scale, cast)
+        self.casts: dict[tuple[str, tuple[int, ...], int | None, str, bool], tuple[Ref, Ref]] = {}
+        #: parameter -> values that it is multiplied with
+        self.forward: dict[str, set[str]] = {}
+        for node in graph.nodes:
+            if node.backward or node.op not in (_MM, _ADDMM):
+                continue
+            sides = self._operands(node)
+            for weight, other in (sides, sides[::-1]):
+                matrix = self.views.weight(weight, weights)
+                fits = matrix and not self.views.weight(other, weights) and self._fits(node)
+                if fits and self._chosen(node, places, followed):
+                    self.forward.setdefault(matrix, set()).add(self.views.root(other))
+
+    def graph(self) -> Graph:
+        nodes: list[Node] = []
+        for node in self.before.nodes:
+            dtypes = self._element_types(node)
+            nodes += [node] if dtypes is None else self._cast(node, dtypes)
+        return replace(self.before, nodes=tuple(nodes))
+
+    def _operands(self, node: Node) -> tuple[str, str]:
+        a, b = node.args[-2:]
+        return a.name, b.name
+
+    def _fits(self, node: Node) -> bool:
+        """Whether a product can be of 8 bits."""
+        a, b = (self.types[v] for v in self._operands(node))
+        word = max(_WORD, self.products.format.block)
+        plain = all(t.dtype in _FLOATS and len(t.shape) == 2 for t in (a, b)) and not node.kwargs
+        return plain and a.shape[1] % word == 0 and b.shape[1] % _WORD == 0
+
+    def _chosen(self, node: Node, places: Sequence[str], followed: Callable[[Node], bool]) -> bool:
+        globs = self.products.modules
+        if not globs:
+            return followed(node)
+        said = {any(fnmatchcase(place + node.origin.fqn, g) for g in globs) for place in places}
+        if len(said) > 1:
+            raise _LayersDifferError
+        return any(said)
+
+    def _element_types(self, node: Node) -> tuple[str, str] | None:
+        """Of the operands of a product that is cast, None for any other node."""
+        if node.op not in (_MM, _ADDMM) or not self._fits(node):
+            return None
+        operands = self._operands(node)
+        weights = [self.views.weight(v, self.weights) for v in operands]
+        roots = [self.views.root(v) for v in operands]
+        element, gradient = self.products.format.element, self.products.format.gradient
+        for k, weight in enumerate(weights):
+            if weight and not weights[1 - k] and weight in self.forward:
+                if not node.backward:
+                    return (element, element) if roots[1 - k] in self.forward[weight] else None
+                return (element, gradient) if k == 0 else (gradient, element)
+        if not node.backward or not self.products.format.weight_gradient:
+            return None
+        made = first_type(node).shape
+        for weight, others in self.forward.items():
+            shape = self.types[weight].shape
+            for k in range(2):
+                if roots[k] in others and made in (shape, shape[::-1]) and roots[1 - k] not in others:
+                    return (element, gradient) if k == 0 else (gradient, element)
+        return None
+
+    def _cast(self, node: Node, dtypes: tuple[str, str]) -> list[Node]:
+        steps = Steps(node, lambda: self._name(f"{node.name}_product"))
+        a, b = self._operands(node)
+        (sa, qa), (sb, qb) = self._operand(steps, a, 1, dtypes[0]), self._operand(steps, b, 0, dtypes[1])
+        out = first_type(node)
+        args = (sa, sb, qa, qb, Dtype(out.dtype))
+        if node.op == _MM:
+            steps.add(SCALED_MM, args, out, out=node.name)
+        else:
+            product = steps.add(SCALED_MM, args, out)
+            steps.add(_ADD, (product, node.args[0]), out, out=node.name)
+        return steps.made
+
+    def _operand(self, steps: Steps, value: str, dim: int, element: str) -> tuple[Ref, Ref]:
+        """(scale, cast) of an operand that is summed over a dim."""
+        how = self.products.format
+        matrix, turned = self.views.turned(value)
+        type_ = self.types[matrix]
+        along = how.granularity(1 - dim if turned else dim)
+        scales = TensorType(scale_shape(type_.shape, along, how.block), how.scale)
+        codes = replace(type_, dtype=element)
+        # parameters are cast in backward anew, so that forward need not save the casts for it
+        half = steps.node.backward and matrix in self.weights
+        key = self.views.root(matrix), type_.shape, along, element, half
+        if key not in self.casts:
+            args = (Ref(matrix), along, how.block, Dtype(element), Dtype(how.scale))
+            scale = steps.add(AMAX_SCALE, args, scales, out=self._name(f"{matrix}_scale"))
+            cast_args = (Ref(matrix), scale, Dtype(element))
+            cast = steps.add(CAST_SCALED, cast_args, codes, out=self._name(f"{matrix}_f8"))
+            self.casts[key] = scale, cast
+        pair = zip(self.casts[key], (scales, codes), strict=True)
+        scale, cast = (self._transposed(steps, x, t) if turned else x for x, t in pair)
+        return scale, cast
+
+    def _transposed(self, steps: Steps, x: Ref, type_: TensorType) -> Ref:
+        if set(type_.shape) == {1}:
+            return x
+        out = self._name(f"{x.name}_t")
+        return steps.add("aten.t.default", (x,), replace(type_, shape=type_.shape[::-1]), out=out)
+
+    def _name(self, base: str) -> str:
+        return fresh_name(base, self.taken)
