@@ -29,6 +29,7 @@ from autoshard.passes.partition.hierarchy import ByLevel, by_level
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary, secondary_shards
 from autoshard.passes.partition.insert_collectives import insert_collectives
 from autoshard.passes.partition.localize import localize
+from autoshard.passes.partition.narrow_gathers import narrow_gathers
 from autoshard.passes.partition.quantize_collectives import Quantising, Sent, quantise_collectives
 from autoshard.passes.partition.quantize_norms import quantise_norms
 from autoshard.passes.partition.ring_products import Rings, ring_products
@@ -256,6 +257,12 @@ SIMPLIFYING = (
 #: up to ops on global tensors with their collectives
 PARTITIONING = (
     _pass("insert_collectives", _insert, needs="segments canonical", gives="layouts"),
+    _pass(
+        "narrow_gathers",
+        lambda g, c: narrow_gathers(g, c.options.mesh.sizes),
+        lambda c: bool(c.options.plan.products),
+        needs="layouts",
+    ),
     _pass(
         "scale_terms",
         lambda g, c: scale_terms(g, c.options.terms, len(c.options.mesh.names)),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from calls_worker import batch, build, full
 from leaving import leave
-from scaled_layers import FORMATS, by_hand
+from scaled_layers import FORMATS, by_hand, wide_llama
 from torch import nn
 from torch.func import functional_call
 
@@ -174,24 +174,25 @@ def scaled(mesh: str) -> None:
     say(off < 1e-3 and scale == other == 2.0**11, f"GradScaler {mesh}", f"{off:.1e} {scale} {other}")
 
 
-def cast_products(mesh: str, how: str) -> None:
+def cast_products(mesh: str, how: str, **options: Any) -> None:
     """Products of 8-bit operands beside a model that makes the casts by hand."""
-    model = build("Llama")
+    model = wide_llama()
     plain = by_hand(model, how, lambda name: name != "lm_head")
-    parallel = autoshard.parallelize(model, mesh, example_inputs=batch(8, 16), products=how)
+    parallel = autoshard.parallelize(model, mesh, example_inputs=batch(8, 32), products=how, **options)
     rows = []
     for each in (parallel, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         losses = []
         for number in range(3):
-            loss = each(**batch(8, 16, seed=number)).loss
+            loss = each(**batch(8, 32, seed=number)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(full(loss.detach())))
         rows.append(losses)
     off = max(abs(a - b) / b for a, b in zip(*rows, strict=True))
-    say(off < 1e-4, f"{how} {mesh}", f"{off:.1e} {rows[0]}")
+    # sums in another order round some operands to other codes
+    say(off < 5e-4, f"{how} {mesh}", f"{off:.1e} {rows[0]}")
 
 
 def say(good: bool, what: str, about: str) -> None:
@@ -212,6 +213,9 @@ def main() -> None:
             emptied(mesh)
     for how in FORMATS:
         cast_products("fsdp=2,tp=2", how)
+    for how in ("float8-rowwise", "mxfp8"):
+        # with so little memory parameters are gathered twice, as casts
+        cast_products("fsdp=4", how, memory=13 << 19)
     leave()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 FORMATS = ("float8-tensorwise", "float8-rowwise", "float8-rowwise-gw-hp", "mxfp8")
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -65,3 +66,15 @@ def by_hand(model: nn.Module, how: str, chosen: Callable[[str], bool]) -> nn.Mod
         if isinstance(module, nn.Linear) and chosen(name):
             made.set_submodule(name, ByHand(module, how))
     return made
+
+
+def wide_llama(layers: int = 4) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    return LlamaForCausalLM(config)

@@ -284,6 +284,7 @@ def _document(outcome: Verification) -> dict[str, object]:
             }
             for r in outcome.rounded
         ],
+        "cast_loss": list(outcome.cast_loss),
         "checks": [
             {"kind": c.kind, "tensor": c.name, "error": c.error if isfinite(c.error) else None, "ok": c.ok}
             for c in outcome.checks
@@ -312,6 +313,8 @@ def _print(outcome: Verification) -> None:
             f"{r.worst:.1e} at worst ({r.name}), in the 2-norm",
             markup=False,
         )
+    if outcome.cast_loss:
+        console.print(f"loss  {outcome.cast_loss[0]:.6f} with casts, at the first step")
     if outcome.losses:
         console.print("loss  " + "  ".join(f"{x:.6f}" for x in outcome.losses))
 

@@ -18,6 +18,10 @@ CAST_SCALED = "autoshard.cast_scaled.default"
 SCALED_MM = "autoshard.scaled_mm.default"
 
 
+#: types of what is cast
+ELEMENTS = ("f8e4m3", "f8e5m2")
+
+
 @dataclass(frozen=True)
 class ProductFormat:
     """How the operands of products are cast.

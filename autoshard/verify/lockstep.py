@@ -6,9 +6,8 @@ positions, which eager PyTorch's is not.
 
 A step of a program with several microbatches is all of them, compared with one call of the model with the
 whole batch. Only where a program computes something for every microbatch by itself (`Program.alone`) is it
-compared with a program for one rank, which does the same; so is one with products of 8-bit operands, which
-the model does not have: what each operand loses is measured. A batch of the size of one microbatch is
-verified as that one.
+compared with a program for one rank, which does the same. A batch of the size of one microbatch is verified
+as that one. Casts to 8 bits round nothing (`verify.exact_casts`); what they round is measured apart.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from autoshard.runtime.microbatch import Batch as Arguments
 from autoshard.runtime.microbatch import calls_of, whole_batch
 from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.records import from_records, to_records
+from autoshard.verify.exact_casts import with_exact_casts
 
 LR = 1e-3
 
@@ -62,9 +62,6 @@ FLOAT32 = Tolerance(1e-4, 1e-2)
 HALF = Tolerance(5e-2, 1e-1)
 #: bits in which parameters, gradients or activations travel -> what that does to the tensors of a small model
 QUANTISED: Mapping[int, Tolerance] = MappingProxyType({8: Tolerance(5e-2, 1e-1), 4: Tolerance(3e-1, 3e-1)})
-#: whether the model computes in half precision -> what casts for products make of sums in another order, as a
-#: value between two codes may be rounded to either
-CAST: Mapping[bool, Tolerance] = MappingProxyType({False: Tolerance(2e-2, 1e-1), True: Tolerance(1e-1, 1e-1)})
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,8 @@ class Check:
 class Rounded:
     """What quantising did to all messages of a kind: see `runtime.lockstep.rounding.Rounding`.
 
-    what: parameters, gradients, or activations (of casts, with their gradients). name: the value with the
-    worst error; worst, mean: of the errors of all values.
+    what: parameters, activations, gradients, or operands of products. name: the value with the worst error;
+    worst, mean: of the errors of all values.
     """
 
     kind: str
@@ -96,7 +93,8 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome for one program. reference: what it was compared with. rounded: what was sent quantised."""
+    """The outcome for one program. reference: what it was compared with. rounded: what was sent quantised, or
+    cast. losses: of each step. cast_loss: of the first with casts that round, () without any."""
 
     mesh: str
     ranks: int
@@ -106,6 +104,7 @@ class Verification:
     checks: tuple[Check, ...]
     losses: tuple[float, ...] = field(default=())
     rounded: tuple[Rounded, ...] = ()
+    cast_loss: tuple[float, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -181,10 +180,9 @@ def _verified(
     _check_model(program, model)
     if needs_one_rank(program) and one_rank is None:
         terms = "; ".join(program.alone) or "what it keeps in buffers"
-        why = f"computes for every microbatch by itself {terms}"
-        why = f"has products in {program.products}" if program.products else why
+        alone = f"computes for every microbatch by itself {terms}"
         raise UsageError(
-            f"the program {'has dropout' if has_dropout(program) else why}",
+            f"the program {'has dropout' if has_dropout(program) else alone}",
             hint="compare it with a program for one rank and as many microbatches",
         )
     batch = Batch(program, args, kwargs)
@@ -197,13 +195,22 @@ def _verified(
                 model.train(program.signature.training)
             reference, named = Eager(model, batch), "eager PyTorch on one process"
         else:
+            one_rank = with_exact_casts(one_rank)
             reference, named = Ranks(one_rank, initial, batch, seed), "the program for one rank"
-        subject = Ranks(program, initial, batch, seed)
+        subject = Ranks(with_exact_casts(program), initial, batch, seed)
         tolerance = tolerance_of(program)
         checks, losses = _compare(subject, reference, batch, steps, tolerance, say)
+        rounds, cast_loss = subject, list[float]()
+        if program.products:
+            named += ", casts unrounded"
+            say("measuring what casts round")
+            rounds = Ranks(program, initial, batch, seed)
+            cast_loss = _loss(rounds.step())
     ranks = Mesh.parse(program.whole_mesh).world_size
-    rounded = tuple(_rounded(program, subject.lockstep.rounding))
-    return Verification(program.whole_mesh, ranks, steps, named, tolerance, checks, losses, rounded)
+    rounded = tuple(_rounded(program, rounds.lockstep.rounding))
+    return Verification(
+        program.whole_mesh, ranks, steps, named, tolerance, checks, losses, rounded, tuple(cast_loss)
+    )
 
 
 def _rounded(program: Program, errors: Sequence[Rounding]) -> Iterator[Rounded]:
@@ -212,7 +219,8 @@ def _rounded(program: Program, errors: Sequence[Rounding]) -> Iterator[Rounded]:
 
     def group(r: Rounding) -> tuple[str, str, int]:
         gathered = "parameters" if r.name in weights.inside[r.segment] else "activations"
-        return r.kind, "gradients" if r.kind == "reduce_scatter" else gathered, r.bits
+        what = {"reduce_scatter": "gradients", "cast": "operands"}.get(r.kind, gathered)
+        return r.kind, what, r.bits
 
     for kind, what, bits in dict.fromkeys(map(group, errors)):
         own = [r for r in errors if group(r) == (kind, what, bits)]
@@ -238,10 +246,7 @@ def tolerance_of(program: Program) -> Tolerance:
     values = program.lowered.values
     types = {p.type.dtype for p in program.signature.ports}
     types |= {values[r.value].type.dtype for r in program.signature.results}
-    half = bool(types & {"bf16", "f16"})
-    if program.products:
-        return CAST[half]
-    return HALF if half else FLOAT32
+    return HALF if types & {"bf16", "f16"} else FLOAT32
 
 
 def has_dropout(program: Program) -> bool:
@@ -252,8 +257,7 @@ def has_dropout(program: Program) -> bool:
 def needs_one_rank(program: Program) -> bool:
     """Whether the model itself, called with a whole batch, gives something else than the program."""
     updates = any(r.kind == "buffer" for r in program.signature.results)
-    alone = program.microbatches > 1 and (updates or bool(program.alone))
-    return has_dropout(program) or alone or bool(program.products)
+    return has_dropout(program) or (program.microbatches > 1 and (updates or bool(program.alone)))
 
 
 def parameter_bytes(program: Program) -> int:

@@ -22,9 +22,12 @@ from autoshard.ir.collectives import (
     transfers_of,
 )
 from autoshard.ir.lowered import Lowered, LoweredSegment
+from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED
 
 #: collectives that have a form for many tensors
 BUCKETED = frozenset(TENSOR_COLLECTIVES[transfer].op for transfer in BUCKET_COLLECTIVES)
+#: what may be between a parameter and its gather
+_CASTS = frozenset((AMAX_SCALE, CAST_SCALED))
 #: bytes of whole tensors from which on they do not travel with what is waited for earlier
 _MUCH = 1 << 20
 
@@ -49,9 +52,18 @@ def _key(node: Node, types: dict[str, str]) -> tuple[object, ...]:
 
 
 def _gathers_together(graph: Graph, apart: bool) -> Graph:
-    """Gathers straight from a segment's inputs: all at the place of the first."""
-    inputs = {n for n, _ in graph.inputs}
-    gathers = [n for n in graph.nodes if n.op == ALL_GATHER.op and n.args[0].name in inputs]
+    """Gathers straight from a segment's inputs, or from casts of them: all at the place of the first."""
+    early = {n for n, _ in graph.inputs}
+    casts: list[Node] = []
+    for node in graph.nodes:
+        if node.op in _CASTS and early.issuperset(refs_of(node)):
+            casts.append(node)
+            early.update(node.outs)
+    gathers = [n for n in graph.nodes if n.op == ALL_GATHER.op and n.args[0].name in early]
+    sent = {r for n in gathers for r in refs_of(n)}
+    for node in reversed(casts):
+        sent.update(refs_of(node) if not sent.isdisjoint(node.outs) else ())
+    casts = [n for n in casts if not sent.isdisjoint(n.outs)]
     again = {r for n in graph.nodes if n.op == ALL_GATHER.op for r in refs_of(n)} if apart else set()
     waited = [n for n in gathers if not again.isdisjoint(n.outs)]
     others = [n for n in gathers if again.isdisjoint(n.outs)]
@@ -59,7 +71,8 @@ def _gathers_together(graph: Graph, apart: bool) -> Graph:
         merged = [*_merged(waited, graph), *_merged(others, graph)]
     else:
         merged = _merged(gathers, graph)
-    chosen = {n.name for n in gathers}
+    merged = [*casts, *merged]
+    chosen = {n.name for n in (*casts, *gathers)}
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.name not in chosen:

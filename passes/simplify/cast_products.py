@@ -169,8 +169,8 @@ class _Casting:
             sides = self._operands(node)
             for weight, other in (sides, sides[::-1]):
                 matrix = self.views.weight(weight, weights)
-                fits = matrix and not self.views.weight(other, weights) and self._fits(node)
-                if fits and self._chosen(node, places, followed):
+                taken = matrix and not self.views.weight(other, weights) and self._plain(node)
+                if taken and self._fits(matrix) and self._chosen(node, places, followed):
                     self.forward.setdefault(matrix, set()).add(self.views.root(other))
 
     def graph(self) -> Graph:
@@ -184,12 +184,15 @@ class _Casting:
         a, b = node.args[-2:]
         return a.name, b.name
 
-    def _fits(self, node: Node) -> bool:
-        """Whether a product can be of 8 bits."""
-        a, b = (self.types[v] for v in self._operands(node))
+    def _plain(self, node: Node) -> bool:
+        """Whether a product is one of two float matrices."""
+        types = (self.types[v] for v in self._operands(node))
+        return all(t.dtype in _FLOATS and len(t.shape) == 2 for t in types) and not node.kwargs
+
+    def _fits(self, weight: str) -> bool:
+        """Whether the products with a parameter can be of 8 bits."""
         word = max(_WORD, self.products.format.block)
-        plain = all(t.dtype in _FLOATS and len(t.shape) == 2 for t in (a, b)) and not node.kwargs
-        return plain and a.shape[1] % word == 0 and b.shape[1] % _WORD == 0
+        return all(n % word == 0 for n in self.types[weight].shape)
 
     def _chosen(self, node: Node, places: Sequence[str], followed: Callable[[Node], bool]) -> bool:
         globs = self.products.modules
@@ -202,7 +205,7 @@ class _Casting:
 
     def _element_types(self, node: Node) -> tuple[str, str] | None:
         """Of the operands of a product that is cast, None for any other node."""
-        if node.op not in (_MM, _ADDMM) or not self._fits(node):
+        if node.op not in (_MM, _ADDMM) or not self._plain(node):
             return None
         operands = self._operands(node)
         weights = [self.views.weight(v, self.weights) for v in operands]
@@ -220,8 +223,20 @@ class _Casting:
             shape = self.types[weight].shape
             for k in range(2):
                 if roots[k] in others and made in (shape, shape[::-1]) and roots[1 - k] not in others:
+                    self._check_tokens(node)
                     return (element, gradient) if k == 0 else (gradient, element)
         return None
+
+    def _check_tokens(self, node: Node) -> None:
+        """UsageError for a sum over tokens that are no whole blocks: of some batches they would be."""
+        tokens, block = self.types[self._operands(node)[0]].shape[1], self.products.format.block
+        if block and tokens % block:
+            raise UsageError(
+                f"{tokens:,} tokens are no blocks of {block}, over which operands share a scale",
+                where=node.origin.source or node.origin.fqn,
+                why="the gradient of a parameter is a sum over tokens",
+                hint=f"pad sequences to a multiple of {block}, or use float8-rowwise",
+            )
 
     def _cast(self, node: Node, dtypes: tuple[str, str]) -> list[Node]:
         steps = Steps(node, lambda: self._name(f"{node.name}_product"))

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from calls_worker import batch, build
 from lockstep_check import compare_step
-from scaled_layers import FORMATS, by_hand
+from scaled_layers import FORMATS, by_hand, wide_llama
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
-from autoshard.ir import Call, Node
+from autoshard.ir import Call, Node, Ref, refs_of, substitute
 from autoshard.ir.scaled import CAST_SCALED, SCALED_MM
 from autoshard.program.program import Program
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.lockstep import verify
-from autoshard.verify.single_rank import single_rank_program
+from autoshard.verify.static import verify_static
 
 #: a value between two codes may be rounded to either where sums are added up in another order
 RTOL = 4e-3
 
 
 def compiled(model: nn.Module, mesh: str, products: str, **options: Any) -> Program:
-    inputs = batch(8, 16)
+    inputs = batch(8, 32)
     planned = autoshard.plan(model, mesh, example_inputs=inputs, products=products, **options)
     assert planned.plan.products == products
     return autoshard.compile(model, planned, example_inputs=inputs).program
@@ -40,9 +41,9 @@ def test_a_step_is_that_of_layers_by_hand(products: str, mesh: str) -> None:
     model = build("Llama")
     program = compiled(model, mesh, products)
     hand = by_hand(model, products, lambda name: name != "lm_head")
-    errors = compare_step(program, hand, batch(8, 16))
+    errors = compare_step(program, hand, batch(8, 32))
     assert max(errors.values()) < RTOL, errors
-    plain = compare_step(program, model, batch(8, 16))
+    plain = compare_step(program, model, batch(8, 32))
     assert max(plain.values()) > 3 * max(max(errors.values()), 1e-3)
 
 
@@ -57,21 +58,13 @@ def test_only_products_of_modules_that_are_named_are_cast() -> None:
 
 
 def test_layers_differ_where_only_some_are_named() -> None:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=5,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = LlamaForCausalLM(config)
+    model = wide_llama(layers=5)
     program = compiled(model, "fsdp=2", "float8-rowwise:*.[1-3].mlp.*")
     calls = [i.segment for i in program.lowered.main if isinstance(i, Call) and i.label and not i.backward]
     cast = [any(n.op == SCALED_MM for n in program.lowered.segments[s].graph.nodes) for s in calls]
     assert cast == [False, True, True, True, False]
     hand = by_hand(model, "float8-rowwise", lambda name: ".mlp." in name and name.split(".")[2] in "123")
-    errors = compare_step(program, hand, batch(8, 16))
+    errors = compare_step(program, hand, batch(8, 32))
     assert max(errors.values()) < RTOL, errors
 
 
@@ -80,7 +73,7 @@ def test_a_head_that_is_named_is_cast() -> None:
     program = compiled(model, "dp=2", "float8-tensorwise:*lm_head")
     assert {n.origin.fqn for n in nodes_of(program) if n.op == SCALED_MM} == {"lm_head"}
     errors = compare_step(
-        program, by_hand(model, "float8-tensorwise", lambda name: name == "lm_head"), batch(8, 16)
+        program, by_hand(model, "float8-tensorwise", lambda name: name == "lm_head"), batch(8, 32)
     )
     assert max(errors.values()) < RTOL, errors
 
@@ -103,8 +96,7 @@ def test_biases_are_added_once() -> None:
     planned = autoshard.plan(model, "tp=2", example_inputs=(x,), products="float8-rowwise")
     program = autoshard.compile(model, planned, example_inputs=(x,)).program
     assert sum(n.op == SCALED_MM for n in nodes_of(program)) == 5  # of the input there is no gradient
-    one = single_rank_program(program, model, (x,))
-    assert verify(program, model, (x,), {}, steps=1, one_rank=one).ok
+    assert verify(program, model, (x,), {}, steps=1).ok
 
 
 @pytest.mark.parametrize(
@@ -112,11 +104,13 @@ def test_biases_are_added_once() -> None:
     [
         ("float8-rowwise:*.nothing", "no product of the model is cast"),
         ("float9", "products is 'float9'"),
+        ("mxfp8", "80 tokens are no blocks of 32"),
     ],
 )
 def test_what_cannot_be_cast_is_said(products: str, said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        compiled(build("Llama"), "tp=2", products)
+        inputs = batch(8, 10)
+        autoshard.plan(wide_llama(), "tp=2", example_inputs=inputs, products=products)
 
 
 def test_gpus_without_8_bit_units_are_refused() -> None:
@@ -147,3 +141,45 @@ def test_an_estimate_knows_the_rate_of_8_bits() -> None:
     for k in range(2):
         # no kernel takes scales of blocks: they are multiplied in bf16
         assert steps["float8-rowwise"][k] < 0.9 * steps[""][k] < steps["mxfp8"][k]
+
+
+@pytest.mark.parametrize(
+    ("products", "mesh", "options", "narrow"),
+    [
+        # with so little memory they are gathered in forward and again in backward
+        ("float8-rowwise", "fsdp=2", {"memory": 11 << 20}, {"f8e4m3"}),
+        ("mxfp8", "fsdp=2", {"memory": 10 << 20}, {"f8e4m3", "f8e8m0"}),
+        ("mxfp8", "pp=2,fsdp=2", {"memory": 5 << 20, "microbatches": 2}, {"f8e4m3", "f8e8m0"}),
+        ("float8-tensorwise", "fsdp=2,tp=2", {"memory": 10 << 20}, set()),
+    ],
+)
+def test_parameters_are_gathered_as_casts(
+    products: str, mesh: str, options: dict[str, Any], narrow: set[str]
+) -> None:
+    """Where their scales are those of shards; and without rounding a step is the model's."""
+    model, inputs = wide_llama(), batch(8, 32)
+    planned = autoshard.plan(
+        model, mesh, example_inputs=inputs, products=products, cluster="h100-dgx", **options
+    )
+    program = autoshard.compile(model, planned).program
+    types = {t.dtype for n in nodes_of(program) if n.op.startswith("comm.all_gather") for t in n.types if t}
+    assert types - {"f32"} == narrow
+    assert verify_static(program).ok
+    assert verify(program, model, (), inputs, steps=1).worst().error < 1e-5
+
+
+def test_a_scale_that_is_not_everyones_is_noticed() -> None:
+    model, inputs = build("Llama"), batch(8, 32)
+    program = compiled(model, "dp=2", "float8-tensorwise")
+    name, segment = next((n, s) for n, s in program.lowered.segments.items() if n == "layers_fwd")
+    nodes = list(segment.graph.nodes)
+    at = next(k for k, n in enumerate(nodes) if n.kwarg("op") == "max")
+    gone = Ref(next(refs_of(nodes[at])))
+    cast = next(k for k, n in enumerate(nodes) if n.op == CAST_SCALED and n.args[1] == Ref(nodes[at].name))
+    nodes[cast] = substitute(nodes[cast], lambda v: gone if v == nodes[at].name else Ref(v))
+    wrong = replace(segment, graph=replace(segment.graph, nodes=tuple(nodes)))
+    lowered = replace(program.lowered, segments={**program.lowered.segments, name: wrong})
+    faulty = replace(program, lowered=lowered)
+    assert not verify_static(faulty).ok
+    assert verify(program, model, (), inputs, steps=0).ok
+    assert not verify(faulty, model, (), inputs, steps=0).ok

@@ -14,13 +14,14 @@ Where = tuple[int, int, int, "int | None"]
 
 
 def in_one_kernel(xs: Sequence[torch.Tensor], wheres: Sequence[Where] = ()) -> bool:
-    """Whether a kernel can fill or empty a message: on a CUDA device, tensors of one floating type that are
-    split by rows, evenly, or not at all."""
+    """Whether a kernel can fill or empty a message: on a CUDA device, tensors of one floating type, of more
+    than 8 bits, that are split by rows, evenly, or not at all."""
     first = xs[0]
     by_rows = all((dim, outer, inner, size) == (0, 1, 1, None) for dim, outer, inner, size in wheres)
     return (
         first.device.type == "cuda"
         and first.dtype.is_floating_point
+        and first.dtype.itemsize > 1
         and by_rows
         and all(x.dtype == first.dtype and x.numel() for x in xs)
     )

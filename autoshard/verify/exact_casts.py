@@ -1,0 +1,44 @@
+"""A program whose casts to 8 bits round nothing: what it computes is what the model does.
+
+Casts amplify: where sums are added up in another order, by 1e-7, some operands are rounded to other codes,
+and gradients of two programs that are both right differ by as much as casting costs. Without rounding, a
+quotient by a scale times that scale is the operand, if all ranks mean the same scale: faults still show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.ir import Dtype, Node, TensorType
+from autoshard.ir.lowered import LoweredSegment, PlacedValue
+from autoshard.ir.scaled import CAST_SCALED, ELEMENTS
+from autoshard.program.program import Program
+
+_WIDE = "f32"
+
+
+def with_exact_casts(program: Program) -> Program:
+    """The same program with 32 bits for every cast operand; itself where it casts none."""
+    if not program.products:
+        return program
+    lowered = program.lowered
+    main = tuple(_node(i) if isinstance(i, Node) else i for i in lowered.main)
+    values = {n: PlacedValue(_type(p.type), p.layout, p.turned) for n, p in lowered.values.items()}
+    segments = {n: _segment(s) for n, s in lowered.segments.items()}
+    return replace(program, lowered=replace(lowered, segments=segments, main=main, values=values))
+
+
+def _segment(segment: LoweredSegment) -> LoweredSegment:
+    graph = segment.graph
+    inputs = tuple((n, _type(t)) for n, t in graph.inputs)
+    return replace(segment, graph=replace(graph, inputs=inputs, nodes=tuple(map(_node, graph.nodes))))
+
+
+def _node(node: Node) -> Node:
+    types = tuple(t and _type(t) for t in node.types)
+    args = (*node.args[:2], Dtype(_WIDE)) if node.op == CAST_SCALED else node.args
+    return replace(node, args=args, types=types)
+
+
+def _type(type_: TensorType) -> TensorType:
+    return replace(type_, dtype=_WIDE) if type_.dtype in ELEMENTS else type_
