@@ -310,7 +310,7 @@ def _reductions(m: Make) -> Iterator[OpSample]:
 def _scaled(m: Make) -> Iterator[OpSample]:
     """Casts to 8 bits with one scale, scales of rows, and scales of blocks of 4; and their products."""
     e4, e8, ops = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.ops.autoshard
-    for k, block, kind in ((None, 0, f32), (1, 0, f32), (1, 4, e8)):
+    for k, block, kind in ((None, 0, f32), (1, 0, f32), (1, 4, e8), (1, 8, e8)):
         n = None if k is None else 0
         a, b = m.real(6, 8).float(), m.real(8, 12).float()
         sa, sb = ops.amax_scale(a, k, block, e4, kind), ops.amax_scale(b, n, block, e4, kind)

@@ -79,7 +79,7 @@ def scaled_back(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype = torch.
     return (blocks * scales).reshape(x.shape)
 
 
-def _on_gpu(
+def on_matrix_units(
     scale_a: torch.Tensor, scale_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """The same on matrix units of 8 bits, which take rows of a and columns of b that lie contiguous."""
@@ -87,22 +87,22 @@ def _on_gpu(
         # elements times a power of two are exact in bf16, and their products in the fp32 that adds them up
         half = torch.bfloat16
         return (scaled_back(a, scale_a, half) @ scaled_back(b, scale_b, half)).to(dtype)
-    more = -a.shape[1] % _WORD
-    if more:
-        a, b = pad(a, (0, more)), pad(b, (0, 0, 0, more))
-    left, right = a.contiguous(), b.t().contiguous().t()
+    rows, columns = a.shape[0], b.shape[1]
+    deeper, wider = -a.shape[1] % _WORD, -columns % _WORD
+    # casts are bytes: not every torch pads 8-bit floats
+    left = pad(a.view(torch.uint8), (0, deeper)).view(a.dtype).contiguous()
+    right = pad(b.t().contiguous().view(torch.uint8), (0, deeper, 0, wider)).view(b.dtype).t()
     by_row = scale_a.numel() > 1 or scale_b.numel() > 1
-    if by_row and dtype != torch.bfloat16:
-        # scales of rows only come with results in bf16
-        ones = torch.ones((), dtype=torch.float32, device=a.device)
-        full = torch._scaled_mm(left, right, ones, ones, out_dtype=torch.float32)
-        return full.mul_(scale_a).mul_(scale_b).to(dtype)
-    if by_row:
-        scale_a, scale_b = (
-            scale_a.expand(a.shape[0], 1).contiguous(),
-            scale_b.expand(1, b.shape[1]).contiguous(),
-        )
-    return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=dtype)
+    if by_row and dtype == torch.bfloat16:
+        of_rows = scale_a.expand(rows, 1).contiguous()
+        of_columns = pad(scale_b.expand(1, columns), (0, wider)).contiguous()
+        return torch._scaled_mm(left, right, of_rows, of_columns, out_dtype=dtype)[:, :columns].contiguous()
+    if not by_row:
+        return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=dtype)[:, :columns].contiguous()
+    # scales of rows only come with results in bf16
+    ones = torch.ones((), dtype=torch.float32, device=a.device)
+    full = torch._scaled_mm(left, right, ones, ones, out_dtype=torch.float32)[:, :columns]
+    return (full * scale_a * scale_b).to(dtype)
 
 
 #: op of a program -> what it calls, for compilers that fuse it with what is around it
@@ -127,5 +127,5 @@ define(
     "scaled_mm(Tensor scale_a, Tensor scale_b, Tensor a, Tensor b, ScalarType dtype) -> Tensor",
     scaled_mm,
     _fake_mm,
-    cuda=_on_gpu,
+    cuda=on_matrix_units,
 )

@@ -11,10 +11,10 @@ from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
 
 
 def amax_scale(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """The largest of the scales of the parts is that of all: rounding keeps their order."""
+    """The largest of the scales of parts is that of all, as rounding keeps their order; no block is cut."""
     build = Builder()
     x, scale = _blocked(build, ins[0], node.types[0])
-    gone = [f for dim, left in zip(x, scale, strict=True) for f in dim if f not in left]
+    gone = [f for dim, left in zip(x, scale, strict=True) for f in dim if f not in left and not node.args[2]]
     return Factored(
         tuple(build.sizes),
         (x,),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from calls_worker import batch, build
 from lockstep_check import compare_step
-from scaled_layers import FORMATS, by_hand, wide_llama
+from scaled_layers import E4, FORMATS, by_hand, wide_llama
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +20,7 @@ from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Node, Ref, refs_of, substitute
 from autoshard.ir.scaled import CAST_SCALED, SCALED_MM
+from autoshard.ops import scaled
 from autoshard.program.program import Program
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.lockstep import verify
@@ -97,6 +99,15 @@ def test_biases_are_added_once() -> None:
     program = autoshard.compile(model, planned, example_inputs=(x,)).program
     assert sum(n.op == SCALED_MM for n in nodes_of(program)) == 5  # of the input there is no gradient
     assert verify(program, model, (x,), {}, steps=1).ok
+
+
+def test_no_block_is_cut() -> None:
+    """32 tokens are one block of the gradient's sum, on both ranks that hold 16 of them."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    x = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(0))
+    planned = autoshard.plan(model, "fsdp=2", example_inputs=(x,), products="mxfp8")
+    program = autoshard.compile(model, planned).program
+    assert verify_static(program).ok and verify(program, model, (x,), {}, steps=1).ok
 
 
 @pytest.mark.parametrize(
@@ -183,3 +194,24 @@ def test_a_scale_that_is_not_everyones_is_noticed() -> None:
     assert not verify_static(faulty).ok
     assert verify(program, model, (), inputs, steps=0).ok
     assert not verify(faulty, model, (), inputs, steps=0).ok
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sizes", [(48, 64, 32), (7, 33, 50)])
+def test_the_library_s_product_is_the_reference_s(device: str, sizes: tuple[int, int, int]) -> None:
+    """What runs on GPUs, of sizes that matrix units take and of others; it has a form for CPUs, too."""
+    source = torch.Generator().manual_seed(0)
+    rows, depth, columns = sizes
+    a, b = torch.randn(rows, depth, generator=source), torch.randn(columns, depth, generator=source).t()
+    for along, dtype in product((None, 1), (torch.bfloat16, torch.float32)):
+        dims = (None, None) if along is None else (1, 0)
+        scales = [
+            scaled.amax_scale(x, dim, 0, E4, torch.float32) for x, dim in zip((a, b), dims, strict=True)
+        ]
+        casts = [scaled.cast_scaled(x, s, E4) for x, s in zip((a, b), scales, strict=True)]
+        given = [x.to(device) for x in (*scales, *casts)]
+        found = scaled.on_matrix_units(given[0], given[1], given[2], given[3], dtype).cpu()
+        wanted = scaled.scaled_mm(scales[0], scales[1], casts[0], casts[1], dtype)
+        assert found.is_contiguous()
+        # fp8 sums on GPUs keep 14 bits of their terms
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2 if device == "cuda" else 1e-5)
