@@ -31,7 +31,7 @@ STEPS_TEXT = """
 
 One GPU, bf16, forward, backward and fused AdamW; all make the same steps. `kernels`: with the kernels around
 norms (`kernels=True`). `graphs`: recorded (`cuda_graphs=True`); its peak is what the
-allocator has."""
+allocator has. `float8`: products of 8-bit operands (`products=`), whose steps are not quite the same."""
 RANKS_TEXT = """
 ## One rank's program beside its simulation
 

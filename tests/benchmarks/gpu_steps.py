@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
+from autoshard.options import PRODUCTS
 from autoshard.runtime.profile.device import synchronize
 
 #: steps of a side that are timed, and those before them after the first, which compiles; one side after the
@@ -26,6 +27,8 @@ SIDES = (
     *("torch.compile", "eager", "interpreter", "inductor", "interpreter, kernels", "inductor, kernels"),
     "inductor, graphs",
     "inductor, kernels, graphs",
+    "inductor, float8-tensorwise",
+    "inductor, float8-rowwise",
 )
 
 
@@ -161,6 +164,7 @@ def _timed(case: StepCase, device: torch.device, name: str) -> tuple[float, floa
             codegen=codegen,
             kernels="kernels" in more,
             cuda_graphs="graphs" in more and device.type == "cuda",
+            products=next((each for each in more if each in PRODUCTS), ""),
         )
     step = stepper(model, inputs)
     start = time.perf_counter()
