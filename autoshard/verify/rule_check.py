@@ -235,7 +235,7 @@ def _check_output(
             raise WrongRule(f"{told}: {part.dtype} instead of {out.dtype}")
     if sample.shapes_only:
         return
-    whole, out = recombine([_comparable(x) for x in parts], layout, views, out.shape, told), _comparable(out)
+    whole, out = recombine([comparable(x) for x in parts], layout, views, out.shape, told), comparable(out)
     if any(isinstance(p, Partial) and p.reduce == "lse" for p in layout):
         whole, out = _plain_stats(whole), _plain_stats(out)
     dtypes = {x.dtype for x in _tensors((sample.args, out))}
@@ -246,7 +246,7 @@ def _check_output(
         raise WrongRule(f"{told}: {error}") from error
 
 
-def _comparable(x: torch.Tensor) -> torch.Tensor:
+def comparable(x: torch.Tensor) -> torch.Tensor:
     """8-bit floats as wider ones, as torch compares none."""
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 

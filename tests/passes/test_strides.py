@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.ir.row_tiles import TILES
 from autoshard.runtime.resolve import find_op
+from autoshard.verify.rule_check import comparable
 
 #: these become reshape before anything runs
 REWRITTEN = ("aten.view.default", "aten._unsafe_view.default")
@@ -62,4 +63,6 @@ def _copy(x: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is None if b is None else torch.allclose(a, b, rtol=1e-6, atol=1e-8, equal_nan=True)
+    if b is None:
+        return a is None
+    return torch.allclose(comparable(a), comparable(b), rtol=1e-6, atol=1e-8, equal_nan=True)
