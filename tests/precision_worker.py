@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from calls_worker import batch, build, full
 from leaving import leave
+from sampling import all_cases
 from scaled_layers import FORMATS, by_hand, wide_llama
 from torch import nn
 from torch.func import functional_call
@@ -211,7 +212,7 @@ def main() -> None:
         if not pipeline:
             scaled(mesh)
             emptied(mesh)
-    for how in FORMATS:
+    for how in FORMATS if all_cases() else FORMATS[:1]:
         cast_products("fsdp=2,tp=2", how)
     for how in ("float8-rowwise", "mxfp8"):
         # with so little memory parameters are gathered twice, as casts
