@@ -1,4 +1,4 @@
-"""Linear layers that cast the factors of their products to 8 bits by hand."""
+"""Linear layers that cast the operands of their products to 8 bits by hand."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-FORMATS = ("float8-tensorwise", "float8-rowwise", "float8-rowwise-gw-hp", "mxfp8")
+from autoshard.options import PRODUCTS
+from benchmarks.gpu_steps import StepCase
+
+FORMATS = PRODUCTS[1:]
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -68,13 +70,6 @@ def by_hand(model: nn.Module, how: str, chosen: Callable[[str], bool]) -> nn.Mod
     return made
 
 
-def wide_llama(layers: int = 4) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    return LlamaForCausalLM(config)
+def wide_llama(layers: int = 4) -> nn.Module:
+    case = StepCase(layers, 128, 2, 2, 256, 64, 8, 32, torch.float32)
+    return case.model(torch.device("cpu"))

@@ -26,8 +26,8 @@ USABLE_FRACTION = 0.94
 #: Share of computing that hides collectives of parameters where a cluster file does not say: NCCL's kernels
 #: take multiprocessors and memory bandwidth from what they hide behind. Assumed.
 OVERLAP = 0.8
-#: f8: of products of 8-bit floats with scales
-_RATES = (*DTYPES, "f8")
+#: types that a device may have a rate for; f8: of products of 8-bit floats with scales
+RATES = (*DTYPES, "f8")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Device:
         where = f"device {self.name!r}"
         check_fields(self, where)
         for dtype in self.peak_flops:
-            if dtype not in _RATES:
+            if dtype not in RATES:
                 what = f"unknown key {dtype!r}"
-                raise UsageError(what, where=f"{where}, peak_flops", hint=nearest(dtype, _RATES))
+                raise UsageError(what, where=f"{where}, peak_flops", hint=nearest(dtype, RATES))
         positive(f"{where}, peak_flops", **self.peak_flops)
         if "f32" not in self.peak_flops:
             raise UsageError("peak_flops has no f32", where=where, why="f32 is the rate of all other dtypes")

@@ -7,9 +7,8 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.cluster import RATES, Device
 from autoshard.errors import UsageError, nearest
-from autoshard.ir.types import DTYPES
 
 Array = npt.NDArray[np.float64]
 
@@ -54,8 +53,8 @@ def flop_rate(dtype: str, device: Device, *, matmul: bool) -> float:
     Vector units do narrow floats at the rate of f32 at best. Dtypes that the device has no rate for run at
     that of f32; it may have rates for more than tensors are stored in (``f8``).
     """
-    if dtype not in DTYPES and dtype not in (*device.peak_flops, "f8"):
-        raise UsageError(f"there is no dtype {dtype!r}", hint=nearest(dtype, DTYPES))
+    if dtype not in RATES:
+        raise UsageError(f"there is no dtype {dtype!r}", hint=nearest(dtype, RATES))
     vector = device.peak_flops["f32"]
     peak = device.peak_flops.get(dtype, vector)
     return peak * device.matmul_efficiency if matmul else min(peak, vector)

@@ -68,7 +68,7 @@ class CostModel:
         ]
         dtype = rule.rate or next((type_.dtype for _, type_ in products if type_.is_float), "f32")
         moved = np.zeros(len(states))
-        copies = copies_of(ins[0], turned) if rule.rate else (0.0, 0.0)
+        copies = copies_of(rule.rate, turned) if rule.rate else (0.0, 0.0)
         for number, type_ in enumerate(ins):
             times = grow[number] if grow else 1.0
             times *= 1.0 + (copies[number - len(ins)] if number >= len(ins) - 2 else 0.0)

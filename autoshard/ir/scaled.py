@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autoshard.ir.types import TensorType
-
 AMAX_SCALE = "autoshard.amax_scale.default"
 CAST_SCALED = "autoshard.cast_scaled.default"
 SCALED_MM = "autoshard.scaled_mm.default"
 
 
+#: sizes that matrix units of 8 bits take whole
+WORD = 16
 #: types of what is cast
 ELEMENTS = ("f8e4m3", "f8e5m2")
 
@@ -39,22 +39,14 @@ class ProductFormat:
     scale: str = "f32"
     weight_gradient: bool = True
 
-    @property
-    def rate(self) -> str:
-        """At the rate of which type GPUs multiply such operands.
-
-        Scales of blocks are multiplied into bf16 copies first: no kernel here takes them.
-        """
-        return "f8" if self.scale == "f32" else "bf16"
-
     def granularity(self, dim: int) -> int | None:
         """The dim along which elements share a scale, of an operand summed over ``dim``; None: all."""
         return None if self.whole else dim
 
 
-#: Micikevicius et al., "FP8 formats for deep learning", 2022, section 3 (gradients in e5m2); torchao, whose
-#: recipes of these names, whose scales are dynamic, too; Open Compute Project, "Microscaling formats (MX)
-#: specification", 1.0, section 5 (blocks of 32, scales that are powers of two)
+#: by the names in `options.PRODUCTS`. Micikevicius et al., "FP8 formats for deep learning", 2022, section 3
+#: (gradients in e5m2); torchao has recipes of these names, with dynamic scales, too; Open Compute Project,
+#: "Microscaling formats (MX) specification", 1.0, section 5 (blocks of 32, scales that are powers of two)
 FORMATS: Mapping[str, ProductFormat] = MappingProxyType(
     {
         "float8-tensorwise": ProductFormat(gradient="f8e5m2", whole=True),
@@ -72,15 +64,18 @@ def scale_shape(shape: Sequence[int], dim: int | None, block: int) -> tuple[int,
     return tuple((n // block if block else 1) if d == dim else n for d, n in enumerate(shape))
 
 
-def rate_of(scale: TensorType) -> str:
-    """`ProductFormat.rate` of a product, by the scales of an operand."""
-    return ProductFormat(scale=scale.dtype).rate
+def rate_of(scale: str) -> str:
+    """At the rate of which type GPUs multiply operands whose scales are of a type.
+
+    Scales of blocks are multiplied into bf16 copies first: no kernel here takes them.
+    """
+    return "f8" if scale == "f32" else "bf16"
 
 
-def copies_of(scale: TensorType, turned: tuple[bool, bool]) -> tuple[float, float]:
-    """Bytes moved per byte of each operand before they are multiplied, which matrix units of 8 bits only do
-    with rows of the left one and columns of the right one that lie contiguous. turned: whether each lies in
-    memory by its other dim."""
-    if rate_of(scale) != "f8":
+def copies_of(rate: str, turned: tuple[bool, bool]) -> tuple[float, float]:
+    """Bytes moved per byte of each operand before they are multiplied at a rate, which matrix units of 8 bits
+    only do with rows of the left one and columns of the right one that lie contiguous. turned: whether each
+    lies in memory by its other dim."""
+    if rate != "f8":
         return 4.0, 4.0  # read once, written and read in 16 bits, less what the product would have read
     return 2.0 * turned[0], 2.0 * (not turned[1])

@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import ScalingType, pad
+from torch.nn.functional import scaled_mm as torch_scaled_mm
 
-from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED
+from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED, WORD
 from autoshard.kernels.norm import wide
 from autoshard.torch_adapters.op_library import define
 
 #: amax of what is zero, so that nothing is divided by zero
 _LEAST = 1e-12
-#: matrix units take sums over so many elements at a time
-_WORD = 16
 
 
 def amax_scale(
@@ -38,12 +37,6 @@ def amax_scale(
     return found if scale == torch.float32 else torch.exp2(torch.ceil(torch.log2(found))).to(scale)
 
 
-def _fake_scale(
-    x: torch.Tensor, dim: int | None, block: int, element: torch.dtype, scale: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_like(amax_scale(x, dim, block, element, scale))
-
-
 def _by_block(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor with a dim of its own for the elements of a block, and scales that broadcast to it."""
     for dim, (n, size) in enumerate(zip(scale.shape, x.shape, strict=True)):
@@ -57,10 +50,6 @@ def cast_scaled(x: torch.Tensor, scale: torch.Tensor, element: torch.dtype) -> t
     largest = torch.finfo(element).max
     blocks, scales = _by_block(wide(x), scale.float())
     return (blocks / scales).clamp(-largest, largest).to(element).reshape(x.shape)
-
-
-def _fake_cast(x: torch.Tensor, scale: torch.Tensor, element: torch.dtype) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=element, device=x.device)
 
 
 def scaled_mm(
@@ -88,21 +77,23 @@ def on_matrix_units(
         half = torch.bfloat16
         return (scaled_back(a, scale_a, half) @ scaled_back(b, scale_b, half)).to(dtype)
     rows, columns = a.shape[0], b.shape[1]
-    deeper, wider = -a.shape[1] % _WORD, -columns % _WORD
+    deeper, wider = -a.shape[1] % WORD, -columns % WORD
     # casts are bytes: not every torch pads 8-bit floats
     left = pad(a.view(torch.uint8), (0, deeper)).view(a.dtype).contiguous()
     right = pad(b.t().contiguous().view(torch.uint8), (0, deeper, 0, wider)).view(b.dtype).t()
-    by_row = scale_a.numel() > 1 or scale_b.numel() > 1
-    if by_row and dtype == torch.bfloat16:
-        of_rows = scale_a.expand(rows, 1).contiguous()
-        of_columns = pad(scale_b.expand(1, columns), (0, wider)).contiguous()
-        return torch._scaled_mm(left, right, of_rows, of_columns, out_dtype=dtype)[:, :columns].contiguous()
-    if not by_row:
-        return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=dtype)[:, :columns].contiguous()
+    by_row, scales, made_in = scale_a.numel() > 1 or scale_b.numel() > 1, (scale_a, scale_b), dtype
     # scales of rows only come with results in bf16
-    ones = torch.ones((), dtype=torch.float32, device=a.device)
-    full = torch._scaled_mm(left, right, ones, ones, out_dtype=torch.float32)[:, :columns]
-    return (full * scale_a * scale_b).to(dtype)
+    after = by_row and dtype != torch.bfloat16
+    if after:
+        scales, made_in = (torch.ones((), dtype=torch.float32, device=a.device),) * 2, torch.float32
+    elif by_row:
+        scales = (
+            scale_a.expand(rows, 1).contiguous(),
+            pad(scale_b.expand(1, columns), (0, wider)).contiguous(),
+        )
+    kind = ScalingType.RowWise if by_row and not after else ScalingType.TensorWise
+    made = torch_scaled_mm(left, right, scales[0], kind, scales[1], kind, output_dtype=made_in)[:, :columns]
+    return (made * scale_a * scale_b).to(dtype) if after else made.contiguous()
 
 
 #: op of a program -> what it calls, for compilers that fuse it with what is around it
@@ -111,21 +102,15 @@ MADE_OF: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 )
 
 
-def _fake_mm(
-    scale_a: torch.Tensor, scale_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
-
-
 define(
     "amax_scale(Tensor x, int? dim, int block, ScalarType element, ScalarType scale) -> Tensor",
     amax_scale,
-    _fake_scale,
+    amax_scale,
 )
-define("cast_scaled(Tensor x, Tensor scale, ScalarType element) -> Tensor", cast_scaled, _fake_cast)
+define("cast_scaled(Tensor x, Tensor scale, ScalarType element) -> Tensor", cast_scaled, cast_scaled)
 define(
     "scaled_mm(Tensor scale_a, Tensor scale_b, Tensor a, Tensor b, ScalarType dtype) -> Tensor",
     scaled_mm,
-    _fake_mm,
+    scaled_mm,
     cuda=on_matrix_units,
 )

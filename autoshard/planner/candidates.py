@@ -16,7 +16,7 @@ from autoshard.cost.stage_machines import (
     whole_mesh,
 )
 from autoshard.errors import UsageError
-from autoshard.ir.scaled import FORMATS
+from autoshard.ir.scaled import FORMATS, rate_of
 from autoshard.options import PlanOptions
 from autoshard.planner.stage_link import pipe_link
 from autoshard.schedules.registry import check_slices, default_slices, lookup
@@ -43,7 +43,7 @@ def check_pipeline(options: PlanOptions) -> None:
 def check_products(options: PlanOptions, machine: Cluster) -> None:
     """UsageError for products of 8-bit operands that the GPUs of a cluster have no units for."""
     name, device = options.products.partition(":")[0], machine.device
-    if name and device.kernels.multiprocessors and FORMATS[name].rate not in device.peak_flops:
+    if name and device.kernels.multiprocessors and rate_of(FORMATS[name].scale) not in device.peak_flops:
         raise UsageError(
             f"the devices of {machine.name} multiply no 8-bit floats",
             why="its peak_flops has no rate for f8",

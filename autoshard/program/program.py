@@ -130,7 +130,7 @@ class Program:
         """What the model computes in."""
         return MixedPrecision(json.loads(self.plan).get("precision", "")) if self.plan else UNCHANGED
 
-    @property
+    @cached_property
     def products(self) -> str:
         """In which format the operands of products are, "" for the type that the model computes in."""
         return str(json.loads(self.plan).get("products", "")) if self.plan else ""

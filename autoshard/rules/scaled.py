@@ -14,14 +14,10 @@ def amax_scale(node: Node, ins: Sequence[TensorType]) -> Factored:
     """The largest of the scales of parts is that of all, as rounding keeps their order; no block is cut."""
     build = Builder()
     x, scale = _blocked(build, ins[0], node.types[0])
-    gone = [f for dim, left in zip(x, scale, strict=True) for f in dim if f not in left and not node.args[2]]
-    return Factored(
-        tuple(build.sizes),
-        (x,),
-        (scale,),
-        _inside(x, scale),
-        tuple((f, "max") for f in gone),
-    )
+    block = node.args[2]
+    gone = () if block else [f for dim, left in zip(x, scale, strict=True) for f in dim if f not in left]
+    reduce = tuple((f, "max") for f in gone)
+    return Factored(tuple(build.sizes), (x,), (scale,), _inside(x, scale), reduce)
 
 
 def cast_scaled(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -47,7 +43,7 @@ def scaled_mm(node: Node, ins: Sequence[TensorType]) -> Factored:
         kind="matmul",
         flops=flops,
         kernel="product",
-        rate=rate_of(scale_a),
+        rate=rate_of(scale_a.dtype),
     )
 
 

@@ -139,10 +139,10 @@ class Ops:
             moved = self._moved(node, values, inside)
             return [*narrowed, *self._other_products(node, ins, outs, dtype, moved)]
         if node.op == SCALED_MM:
-            scale, left, right = ins[0].type, ins[-2], ins[-1]
-            of_left, of_right = copies_of(scale, (left.turned, right.turned))
+            rate, left, right = rate_of(ins[0].type.dtype), ins[-2], ins[-1]
+            of_left, of_right = copies_of(rate, (left.turned, right.turned))
             copied = of_left * self.nbytes(left) + of_right * self.nbytes(right)
-            product = self._product(ins, outs[0], rate_of(scale))
+            product = self._product(ins, outs[0], rate)
             return [MemoryWork(copied), product] if copied else [product]
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)

@@ -25,14 +25,14 @@ Compiled: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 #: of an output: shape, strides, and the first of the inputs and outputs before it that has its memory
 Form: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], int | None]"
 
-NOTHING: Mapping[Any, Any] = MappingProxyType({})
+_NO_OPS: Mapping[Any, Any] = MappingProxyType({})
 
 
 def compile_function(
     function: Callable[..., tuple[torch.Tensor, ...]],
     inputs: Sequence[torch.Tensor],
     kept: Path | None = None,
-    made_of: Mapping[Any, Callable[..., Any]] = NOTHING,
+    made_of: Mapping[Any, Callable[..., Any]] = _NO_OPS,
 ) -> tuple[Compiled, list[Form]]:
     """(machine code of a function for inputs of these types, shapes and strides; the forms of its outputs).
 

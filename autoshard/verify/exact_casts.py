@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.ir import Dtype, Node, TensorType
-from autoshard.ir.lowered import LoweredSegment, PlacedValue
+from autoshard.ir.lowered import LoweredSegment
 from autoshard.ir.scaled import CAST_SCALED, ELEMENTS
 from autoshard.program.program import Program
 
@@ -23,7 +23,7 @@ def with_exact_casts(program: Program) -> Program:
         return program
     lowered = program.lowered
     main = tuple(_node(i) if isinstance(i, Node) else i for i in lowered.main)
-    values = {n: PlacedValue(_type(p.type), p.layout, p.turned) for n, p in lowered.values.items()}
+    values = {n: replace(p, type=_type(p.type)) for n, p in lowered.values.items()}
     segments = {n: _segment(s) for n, s in lowered.segments.items()}
     return replace(program, lowered=replace(lowered, segments=segments, main=main, values=values))
 

@@ -11,7 +11,7 @@ but for the head, after which no other product with a parameter comes; or those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -20,14 +20,11 @@ from autoshard.capture.repeat_op import REPEAT, RepeatKey
 from autoshard.errors import UsageError
 from autoshard.ir import Dtype, Graph, Joint, Node, Ref, TensorType, refs_of
 from autoshard.ir.names import fresh_name
-from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED, FORMATS, SCALED_MM, ProductFormat, scale_shape
-from autoshard.ir.views import ALIASES, RESHAPES
+from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED, FORMATS, SCALED_MM, WORD, ProductFormat, scale_shape
+from autoshard.ir.views import ALIASES, RESHAPES, TRANSPOSES
 from autoshard.passes.rewrite import Steps, first_type
 
 _MM, _ADDMM, _ADD = "aten.mm.default", "aten.addmm.default", "aten.add.Tensor"
-_TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
-#: sizes that matrix units of 8 bits take whole
-_WORD = 16
 _FLOATS = ("f64", "f32", "bf16", "f16")
 
 
@@ -66,7 +63,7 @@ def _cast(joint: Joint, products: ProductCasts) -> Joint:
         if node.op == REPEAT:
             places.setdefault(RepeatKey.parse(node.args[1]).body, []).append(node.origin.fqn)
     weights = {p.name for p in joint.ports if p.kind == "param"}
-    outside = _Casting(joint.graph, weights, products, [""], followed=_followed(joint.graph, weights))
+    outside = _Casting(joint.graph, weights, products, [""], headed=True)
     inside = [
         _Casting(
             body.joint.graph,
@@ -80,7 +77,7 @@ def _cast(joint: Joint, products: ProductCasts) -> Joint:
         raise UsageError(
             "no product of the model is cast",
             why="none of matrices of parameters has sizes that are multiples of "
-            f"{max(_WORD, products.format.block)}"
+            f"{max(WORD, products.format.block)}"
             + (f" and lies in {', '.join(products.modules)}" if products.modules else " before the head"),
             hint="leave --products out, or name other modules: --products 'float8-rowwise:*.mlp.*'",
         )
@@ -89,24 +86,6 @@ def _cast(joint: Joint, products: ProductCasts) -> Joint:
         for body, casting in zip(joint.bodies, inside, strict=True)
     )
     return replace(joint, graph=outside.graph(), bodies=bodies)
-
-
-def _followed(graph: Graph, weights: set[str]) -> Callable[[Node], bool]:
-    """Whether another product with a parameter comes after a node of forward."""
-    views = _Views(graph)
-    before: set[str] = set()
-    found: set[str] = set()
-    for node in reversed(graph.nodes):
-        if node.backward:
-            continue
-        if not before.isdisjoint(node.outs):
-            found.add(node.name)
-        product = node.op == REPEAT or (
-            node.op in (_MM, _ADDMM) and any(views.weight(r, weights) for r in refs_of(node))
-        )
-        if product or node.name in found:
-            before.update(refs_of(node))
-    return lambda node: node.name in found
 
 
 class _Views:
@@ -120,7 +99,7 @@ class _Views:
         """(the matrix that a matrix is, or is the transpose of; whether it is its transpose)."""
         turned = False
         while (node := self.makers.get(value)) is not None:
-            if node.op in _TRANSPOSES and len(first_type(node).shape) == 2:
+            if node.op in TRANSPOSES and len(first_type(node).shape) == 2:
                 # of two dims any order but their own; one that leaves them is a view no capture makes
                 turned = not turned
             elif not (node.op in (*ALIASES, *RESHAPES) and node.types[0] == self.types[node.args[0].name]):
@@ -144,7 +123,7 @@ class _Views:
 class _Casting:
     """The products of one graph, and the graph with their casts.
 
-    places: what is before the paths of its modules. followed: whether other products come after one.
+    places: what is before the paths of its modules. headed: whether its last products are heads.
     """
 
     def __init__(
@@ -153,7 +132,7 @@ class _Casting:
         weights: set[str],
         products: ProductCasts,
         places: Sequence[str],
-        followed: Callable[[Node], bool] = lambda node: True,
+        headed: bool = False,
     ) -> None:
         self.before, self.weights, self.products = graph, weights, products
         self.views, self.types = _Views(graph), graph.types()
@@ -163,6 +142,7 @@ class _Casting:
         self.casts: dict[tuple[str, tuple[int, ...], int | None, str, bool], tuple[Ref, Ref]] = {}
         #: parameter -> values that it is multiplied with
         self.forward: dict[str, set[str]] = {}
+        heads = self._heads() if headed else set[str]()
         for node in graph.nodes:
             if node.backward or node.op not in (_MM, _ADDMM):
                 continue
@@ -170,7 +150,7 @@ class _Casting:
             for weight, other in (sides, sides[::-1]):
                 matrix = self.views.weight(weight, weights)
                 taken = matrix and not self.views.weight(other, weights) and self._plain(node)
-                if taken and self._fits(matrix) and self._chosen(node, places, followed):
+                if taken and self._fits(matrix) and self._chosen(node, places, heads):
                     self.forward.setdefault(matrix, set()).add(self.views.root(other))
 
     def graph(self) -> Graph:
@@ -191,13 +171,28 @@ class _Casting:
 
     def _fits(self, weight: str) -> bool:
         """Whether the products with a parameter can be of 8 bits."""
-        word = max(_WORD, self.products.format.block)
+        word = max(WORD, self.products.format.block)
         return all(n % word == 0 for n in self.types[weight].shape)
 
-    def _chosen(self, node: Node, places: Sequence[str], followed: Callable[[Node], bool]) -> bool:
+    def _heads(self) -> set[str]:
+        """Nodes of forward after which no product with a parameter comes."""
+        before: set[str] = set()
+        heads: set[str] = set()
+        for node in reversed([n for n in self.before.nodes if not n.backward]):
+            last = before.isdisjoint(node.outs)
+            if last:
+                heads.add(node.name)
+            multiplies = node.op in (_MM, _ADDMM) and any(
+                self.views.weight(r, self.weights) for r in refs_of(node)
+            )
+            if not last or multiplies or node.op == REPEAT:
+                before.update(refs_of(node))
+        return heads
+
+    def _chosen(self, node: Node, places: Sequence[str], heads: Collection[str]) -> bool:
         globs = self.products.modules
         if not globs:
-            return followed(node)
+            return node.name not in heads
         said = {any(fnmatchcase(place + node.origin.fqn, g) for g in globs) for place in places}
         if len(said) > 1:
             raise _LayersDifferError

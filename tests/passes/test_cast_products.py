@@ -13,18 +13,19 @@ from calls_worker import batch, build
 from lockstep_check import compare_step
 from scaled_layers import E4, FORMATS, by_hand, wide_llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Node, Ref, refs_of, substitute
+from autoshard.ir import scaled as ir_scaled
 from autoshard.ir.scaled import CAST_SCALED, SCALED_MM
 from autoshard.ops import scaled
 from autoshard.program.program import Program
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.lockstep import verify
 from autoshard.verify.static import verify_static
+from benchmarks.gpu_steps import StepCase
 
 #: a value between two codes may be rounded to either where sums are added up in another order
 RTOL = 4e-3
@@ -35,6 +36,10 @@ def compiled(model: nn.Module, mesh: str, products: str, **options: Any) -> Prog
     planned = autoshard.plan(model, mesh, example_inputs=inputs, products=products, **options)
     assert planned.plan.products == products
     return autoshard.compile(model, planned, example_inputs=inputs).program
+
+
+def test_every_name_has_a_format() -> None:
+    assert tuple(ir_scaled.FORMATS) == FORMATS
 
 
 @pytest.mark.parametrize("products", FORMATS)
@@ -130,17 +135,8 @@ def test_gpus_without_8_bit_units_are_refused() -> None:
 
 
 def test_an_estimate_knows_the_rate_of_8_bits() -> None:
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=1024,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    inputs = dict.fromkeys(("input_ids", "labels"), torch.zeros(4, 8192, dtype=torch.int64))
+    case, meta = StepCase(2, 4096, 32, 8, 14336, 1024, 4, 8192, torch.float32), torch.device("meta")
+    model, inputs = case.model(meta), case.inputs(meta)
     steps = {}
     for products in ("", "float8-rowwise", "mxfp8"):
         planned = autoshard.plan(

@@ -19,7 +19,7 @@ from autoshard.ir.placement import Shard
 from autoshard.program.program import Program
 from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.lockstep.in_process import Together, groups_of
-from autoshard.runtime.lockstep.rounding import ROUNDED, Rounding, exact_message, of_message, of_op
+from autoshard.runtime.lockstep.rounding import Rounding, exact_message, of_message, of_op, rounded_output
 from autoshard.runtime.prepared_call import Env, PreparedCall
 from autoshard.runtime.prepared_steps import PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
@@ -144,7 +144,7 @@ class Lockstep:
     def _step(self, steps: Sequence[PreparedCall], envs: Sequence[Env], site: int, segment: str) -> None:
         """One op on all ranks."""
         node = steps[0].node
-        rounded = ROUNDED.get(node.op)
+        rounded = rounded_output(node)
         measured = rounded is not None or any(sent_bits(node))
         given = [step.arguments(env, site) for step, env in zip(steps, envs, strict=True)] if measured else []
         if not is_collective(node):

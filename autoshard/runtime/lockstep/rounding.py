@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from autoshard.ir import Node
 from autoshard.ir.collectives import sent_bits, transfer_of
 from autoshard.ir.quantized import WIRE_BITS
-from autoshard.ir.scaled import CAST_SCALED
+from autoshard.ir.scaled import CAST_SCALED, ELEMENTS
 from autoshard.kernels.quant import dequantise
 from autoshard.ops.scaled import scaled_back
 from autoshard.rules.quantized_gather import NORMS, WIRED
@@ -61,14 +60,15 @@ def exact_message(node: Node, given: Sequence[Sequence[torch.Tensor]]) -> list[l
     return [[take_part(x, w[0], ways, k, w[1], w[2]) for x, w in sums] for k in range(ways)]
 
 
-#: ops whose rounding is measured -> which of their outputs is rounded
-ROUNDED: Mapping[str, int] = MappingProxyType(
-    {CAST_SCALED: 0, **{op: place for op, (place, _) in NORMS.items()}}
-)
+def rounded_output(node: Node) -> int | None:
+    """Which output of an op is rounded to 8 bits, None for other ops."""
+    if node.op == CAST_SCALED:
+        return 0 if node.args[2].name in ELEMENTS else None
+    return NORMS[node.op][0] if node.op in NORMS else None
 
 
 def of_op(node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor], segment: str) -> Rounding:
-    """Of an op of `ROUNDED`, over all ranks. given: its arguments per rank. outs: what it rounded."""
+    """Of an op with a `rounded_output`, over all ranks. given: its arguments per rank. outs: that output."""
     if node.op == CAST_SCALED:
         back = [(scaled_back(out, args[1]), args[0]) for args, out in zip(given, outs, strict=True)]
         return Rounding("cast", node.name, WIRE_BITS, _error(back), segment)
