@@ -35,11 +35,28 @@ class AuditFinding:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """Whether ranks compute the reference's formulas.
+
+    values: gradients and updates that were compared exactly, of all ranks. why: there is no proof, or "".
+    """
+
+    values: int = 0
+    why: str = ""
+
+    def text(self) -> str:
+        """One line for people."""
+        if self.why:
+            return f"not proved: {self.why}"
+        return f"proved: {self.values} gradients and parameters of ranks are the reference's formulas"
+
+
+@dataclass(frozen=True)
 class AuditReport:
     """The findings of an audit, and what was compared.
 
     parameters: of the reference. worst: largest relative error of a gradient without finding. tolerance:
-    relative. collectives: of all ranks.
+    relative. collectives: of all ranks. proof: None where it was not tried.
     """
 
     mesh: str
@@ -49,6 +66,7 @@ class AuditReport:
     collectives: int
     worst: float
     tolerance: float
+    proof: Proof | None = None
 
     @property
     def ok(self) -> bool:
@@ -62,6 +80,7 @@ class AuditReport:
             head += f", {self.collectives} collectives, gradients equal to {self.tolerance:.0e}"
         parts = [head, *(f"note: {note}" for note in self.notes)]
         parts += [f"{number}. {finding.text()}" for number, finding in enumerate(self.findings, 1)]
+        parts += [self.proof.text()] if self.proof else []
         count = len(self.findings)
         parts.append("no difference" if self.ok else f"{count} difference{'s' if count > 1 else ''}")
         return "\n".join(parts)

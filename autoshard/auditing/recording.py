@@ -61,10 +61,12 @@ class OpRecord:
 class Recorder:
     """The records of a rank, in order.
 
-    keeps_values: keep the results themselves, as of a reference. cuts: records whose results leave autograd.
+    keeps_values: keep the results themselves, as of a reference. keeps_records: else only lines are known,
+    and no memory is kept. cuts: records whose results leave autograd.
     """
 
     keeps_values: bool = False
+    keeps_records: bool = True
     records: list[OpRecord] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -80,6 +82,9 @@ class Recorder:
         self, name: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], writes: bool
     ) -> None:
         """An op that ran. writes: to memory that it is given."""
+        if not self.keeps_records:
+            self.line()
+            return
         outputs = list(outputs)
         results = [x for x in outputs if x.is_floating_point() and x.numel()]
         if self.keeps_values:
@@ -97,6 +102,8 @@ class Recorder:
         **how: Any,
     ) -> None:
         """A rank's part in a collective that has ended. how: fields of `OpRecord`."""
+        if not self.keeps_records:
+            return
         with self.pause():
             self._add(name, line, [*inputs], [*outputs], **how)
 
@@ -183,24 +190,26 @@ class Recording(TorchDispatchMode):
         self.recorder, self.read = recorder, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = [] if self.recorder.paused else _tensors((args, kwargs))
+        inputs = [] if self.recorder.paused else tensors((args, kwargs))
         for x in inputs:
             if isinstance(x, torch.nn.Parameter):
                 self.read(x)
-        if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+        if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor comes back as the ops of its shard
         result = func(*args, **(kwargs or {}))
         if not self.recorder.paused:
-            outputs = _tensors(result)
-            if all(type(x) in _PLAIN and x.device.type != "meta" for x in (*inputs, *outputs)):
+            outputs = tensors(result)
+            if all(type(x) in PLAIN and x.device.type != "meta" for x in (*inputs, *outputs)):
                 self.recorder.op(str(func), inputs, outputs, func._schema.is_mutable)
         return result
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+#: types that hold values
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in arguments or results."""
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -58,12 +58,19 @@ class Mismatch(Exception):
         self.why, self.calls = why, calls
 
 
+Reduction: TypeAlias = "Callable[[list[torch.Tensor], str], torch.Tensor]"
+
+
 @dataclass
 class Rendezvous:
-    """Carries the messages of all ranks (a `torch_adapters.threaded_groups.Exchange`)."""
+    """Carries the messages of all ranks (a `torch_adapters.threaded_groups.Exchange`).
+
+    reduction: makes one tensor of those that ranks give to a reduction of a name.
+    """
 
     threads: RankThreads
     recorders: Sequence[Recorder]
+    reduction: Reduction
     _meetings: dict[tuple[Any, int], Meeting] = field(default_factory=dict)
     _counts: dict[tuple[Any, int], int] = field(default_factory=lambda: defaultdict(int))
     _mail: dict[tuple[Any, int, int, int], deque[tuple[torch.Tensor, CodeLine]]] = field(
@@ -179,7 +186,7 @@ class Rendezvous:
         calls = [meeting.calls[k] for k in range(len(meeting.ranks))]
         _check(meeting, calls)
         alike = len(calls) > 1 and _alike(calls)
-        for position, (call, results) in enumerate(zip(calls, _results(calls), strict=True)):
+        for position, (call, results) in enumerate(zip(calls, _results(calls, self.reduction), strict=True)):
             for target, value in zip(call.received, results, strict=False):
                 _write(target, value)
             self.recorders[meeting.ranks[position]].collective(
@@ -256,13 +263,13 @@ def _alike(calls: list[CollectiveCall]) -> bool:
     return any(one.values.any() for one in first)
 
 
-def _results(calls: list[CollectiveCall]) -> list[list[torch.Tensor]]:
+def _results(calls: list[CollectiveCall], reduced: Reduction) -> list[list[torch.Tensor]]:
     """What every rank receives."""
     kind, ways = calls[0].kind, len(calls)
     if kind == "barrier":
         return [[] for _ in calls]
     if kind in ("all_reduce", "reduce"):
-        sums = [_reduced([c.sent[i] for c in calls], calls[0].reduction) for i in range(len(calls[0].sent))]
+        sums = [reduced([c.sent[i] for c in calls], calls[0].reduction) for i in range(len(calls[0].sent))]
         return [sums if kind == "all_reduce" or calls[0].root == k else [] for k in range(ways)]
     if kind == "broadcast":
         return [list(calls[calls[0].root or 0].sent)] * ways
@@ -277,7 +284,7 @@ def _results(calls: list[CollectiveCall]) -> list[list[torch.Tensor]]:
     if kind == "reduce_scatter":
         return [
             [
-                _reduced([c.sent[i * ways + k] for c in calls], calls[0].reduction)
+                reduced([c.sent[i * ways + k] for c in calls], calls[0].reduction)
                 for i in range(len(calls[k].received))
             ]
             for k in range(ways)
@@ -286,7 +293,8 @@ def _results(calls: list[CollectiveCall]) -> list[list[torch.Tensor]]:
     return [[c.sent[k] for c in calls] for k in range(ways)]
 
 
-def _reduced(parts: list[torch.Tensor], reduction: str) -> torch.Tensor:
+def reduced(parts: list[torch.Tensor], reduction: str) -> torch.Tensor:
+    """The result of a reduction, of numbers."""
     stacked = torch.stack(parts)
     if reduction in _SUMS:
         total = stacked.sum(0) if stacked.dtype is not torch.bool else stacked.any(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
@@ -15,11 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from autoshard.auditing.checkpoint import clear, findings_of, loaded, parts_of
 from autoshard.auditing.diagnose import diagnose
-from autoshard.auditing.endings import stops
-from autoshard.auditing.findings import AuditReport
+from autoshard.auditing.endings import stops, unread
+from autoshard.auditing.field.prove import ExactSteps, residues_in
+from autoshard.auditing.findings import AuditFinding, AuditReport, Proof
 from autoshard.auditing.rank_threads import RankEnd, RankThreads
 from autoshard.auditing.recording import Recorder
-from autoshard.auditing.rendezvous import Rendezvous
+from autoshard.auditing.rendezvous import Reduction, Rendezvous, reduced
 from autoshard.auditing.state import Elements, Parameters, make_distinct, restorer, same_values
 from autoshard.auditing.step import run_step
 from autoshard.cluster import Mesh
@@ -55,6 +57,7 @@ class audit:
         step: what one device does, ``step(model)``; by default the model is called, and backward runs from
         its loss. tolerance: largest relative error of a gradient; by default 1e-6, more where either side
         computes in fewer bits. seed: of random numbers of the reference and of each rank.
+        prove: where no difference is found, run both steps in exact arithmetic as well.
 
     Raises:
         UsageError: the mesh or the step cannot be, or torch is older than 2.13.
@@ -69,6 +72,7 @@ class audit:
         step: Step | None = None,
         tolerance: float | None = None,
         seed: int = 0,
+        prove: bool = True,
     ) -> None:
         check_torch()
         self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
@@ -78,7 +82,7 @@ class audit:
                 hint="give batch=..., or step=lambda model: loss(model, batch).backward()",
             )
         self._model, self._batch, self._step = reference, batch, step
-        self._tolerance, self._seed = tolerance, seed
+        self._tolerance, self._seed, self._prove = tolerance, seed, prove
         self._reports: list[AuditReport] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -120,6 +124,14 @@ class audit:
         Returns:
             the report of this step; `report` and `check` speak of all.
         """
+        report = self._compared(function)
+        if report.ok and self._prove:
+            report = replace(report, proof=self.proof(function))
+        self._reports.append(report)
+        return report
+
+    def _compared(self, function: Step) -> AuditReport:
+        """Run a rank's step on all ranks, in numbers."""
         size = self.mesh.world_size
         recorders = [Recorder() for _ in range(size)]
         held: list[Parameters] = [[] for _ in range(size)]
@@ -128,7 +140,7 @@ class audit:
             held[rank] = run_step(self._bound(function), self.elements, recorders[rank])
 
         ends, messages = self._run(self.mesh, recorders, main)
-        report = diagnose(
+        return diagnose(
             self.mesh,
             self.elements,
             self._held,
@@ -138,8 +150,25 @@ class audit:
             messages,
             self._tolerance,
         )
-        self._reports.append(report)
-        return report
+
+    def proof(self, function: Step) -> Proof:
+        """Whether ranks compute the reference's formulas: both steps anew, in exact arithmetic."""
+        exact = ExactSteps(self._seed)
+        with residues_in(self._model, self._seed):
+            elements = Elements.of(self._model)
+            model, recorder = copy.deepcopy(self._model), Recorder(keeps_records=False)
+            torch.manual_seed(self._seed)
+            exact.reference(lambda: (self._step or self._default_step)(model), elements, recorder)
+            recorders = [Recorder(keeps_records=False) for _ in range(self.mesh.world_size)]
+
+            def main(rank: int) -> None:
+                exact.rank(rank, self._bound(function), elements, recorders[rank])
+
+            findings: list[AuditFinding] = []
+            if not exact.errors:
+                ends, messages = self._run(self.mesh, recorders, main, elements, exact.functions.reduced)
+                findings = stops(ends, messages) or unread(messages)
+        return exact.proof(elements, findings)
 
     def checkpoint(
         self,
@@ -190,13 +219,18 @@ class audit:
         return lambda: function(model)
 
     def _run(
-        self, mesh: Mesh, recorders: list[Recorder], function: Callable[[int], None]
+        self,
+        mesh: Mesh,
+        recorders: list[Recorder],
+        function: Callable[[int], None],
+        elements: Elements | None = None,
+        reduction: Reduction = reduced,
     ) -> tuple[list[RankEnd], Rendezvous]:
-        """Run a function as every rank of a mesh."""
+        """Run a function as every rank of a mesh. elements: of the reference as it is."""
         if not self._undo:
             raise UsageError("ranks run inside the audit", hint="with autoshard.audit(...) as a: a.rank(...)")
         threads = RankThreads(mesh.world_size)
-        messages, store = Rendezvous(threads, recorders), new_store()
+        messages, store = Rendezvous(threads, recorders, reduction), new_store()
 
         def main(rank: int) -> None:
             torch.manual_seed(self._seed)
@@ -208,7 +242,7 @@ class audit:
 
         with threads_are_ranks():
             ends = threads.run(main, exchange=messages)
-        if not any(end.error for end in ends) and not same_values(self._model, self.elements):
+        if not any(end.error for end in ends) and not same_values(self._model, elements or self.elements):
             raise UsageError(
                 "the ranks changed the reference itself",
                 why="they share it: each has to make its parameters of a copy",

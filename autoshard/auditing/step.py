@@ -4,7 +4,7 @@ parameters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
@@ -139,9 +139,14 @@ def _gradient(p: torch.Tensor) -> torch.Tensor | None:
     return getattr(p, "main_grad", None) if p.grad is None else p.grad
 
 
-def run_step(step: Callable[[], Any], elements: Elements, recorder: Recorder) -> Parameters:
-    """Run a step of this thread. Returns its parameters as it left them."""
+def run_step(
+    step: Callable[[], Any],
+    elements: Elements,
+    recorder: Recorder,
+    mode: AbstractContextManager[Any] | None = None,
+) -> Parameters:
+    """Run a step of this thread, its ops by a dispatch mode. Returns its parameters as it left them."""
     watch = StepWatch(elements, recorder)
-    with watch.watching():
+    with mode or nullcontext(), watch.watching():
         run(step)
     return watch.result()

@@ -1,0 +1,112 @@
+"""Whether ranks compute the formulas of the reference: both steps in exact arithmetic modulo a prime.
+
+Every element of the reference's parameters is a residue at random. Sums, products and quotients are exact,
+other functions are hashes of what they take (`functions`), so results agree if the formulas are equal by the
+laws of a field and those of `Functions`. Two polynomials of degree d that differ agree at a random point with
+probability at most d / P (Schwartz, 1980); Mirage (Wu and others, OSDI 2025) checks kernels in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autoshard.auditing.field.functions import Functions
+from autoshard.auditing.field.mode import FieldMode, InexactError
+from autoshard.auditing.field.residues import P, random_residues, residues
+from autoshard.auditing.findings import AuditFinding, Proof
+from autoshard.auditing.parameters import held_elements, spread
+from autoshard.auditing.recording import Recorder
+from autoshard.auditing.state import Elements, Parameters, add_partials
+from autoshard.auditing.step import run_step
+
+
+@contextmanager
+def residues_in(model: nn.Module, seed: int) -> Iterator[None]:
+    """Inside, the parameters of a model are residues of which no two are equal."""
+    before = [(p, p.detach().clone()) for p in model.parameters()]
+    drawn = torch.from_numpy(random_residues(sum(p.numel() for p, _ in before), seed))
+    try:
+        with torch.no_grad():
+            for (p, _), values in zip(before, drawn.split([p.numel() for p, _ in before]), strict=True):
+                p.copy_(values.reshape(p.shape))
+        yield
+    finally:
+        with torch.no_grad():
+            for p, values in before:
+                p.copy_(values)
+
+
+@dataclass
+class ExactSteps:
+    """The steps of the reference and of ranks in exact arithmetic. errors: why there is no proof."""
+
+    seed: int
+    errors: list[InexactError] = field(default_factory=list)
+    _reference: Parameters = field(default_factory=list)
+    _ranks: dict[int, Parameters] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        slope = int(np.random.default_rng(self.seed).integers(1 << 20, P))
+        self.functions = Functions(slope)
+
+    def reference(self, step: Callable[[], Any], elements: Elements, recorder: Recorder) -> None:
+        """Run the reference's step."""
+        mode = FieldMode(self.functions, recorder)
+        try:
+            self._reference = run_step(step, elements, recorder, mode)
+        except Exception as error:
+            self.errors.append(mode.error or InexactError(f"the second run raised {_first_line(error)}"))
+
+    def rank(self, rank: int, step: Callable[[], Any], elements: Elements, recorder: Recorder) -> None:
+        """Run a rank's step, in its thread."""
+        mode = FieldMode(self.functions, recorder)
+        try:
+            self._ranks[rank] = run_step(step, elements, recorder, mode)
+        finally:
+            if mode.error is not None:
+                self.errors.append(mode.error)
+
+    def proof(self, elements: Elements, findings: Sequence[AuditFinding]) -> Proof:
+        """What has been proved. findings: why ranks did not come to their end, and messages that are left."""
+        for error in self.errors:
+            return Proof(why=f"{error.what} ({error.line})" if error.line else error.what)
+        if findings:
+            return Proof(why=f"in the second run {findings[0].what}")
+        return self._compared(elements)
+
+    def _compared(self, elements: Elements) -> Proof:
+        total = len(elements.values)
+        ranks = add_partials([self._ranks[k] for k in sorted(self._ranks)])
+        sharded = np.zeros(total, bool)
+        for each in (h for held in ranks for h in held if not h.in_module and h.gradient is not None):
+            sharded[each.elements[each.elements >= 0]] = True
+        count = 0
+        for name, what in (("gradient", "gradient"), ("after", "value after the step")):
+            wanted = _exact(spread(self._reference, total, name))
+            for rank, held in enumerate(ranks):
+                have = _exact(spread(held, total, name))
+                lacks = held_elements(held, total) & ~sharded & np.isnan(have) & (wanted != 0)
+                other = ~np.isnan(have) & (have != wanted)
+                differ = ~np.isnan(wanted) & (other | (lacks if name == "gradient" else False))
+                if differ.any():
+                    names = [elements.names[k] for k in elements.parameters_of(np.flatnonzero(differ))]
+                    named = ", ".join(names[:2]) + (" and so on" if len(names) > 2 else "")
+                    return Proof(why=f"the {what} of {named} on rank {rank} is another formula")
+                count += int((~np.isnan(wanted) & ~np.isnan(have)).sum())
+        return Proof(count) if count else Proof(why="ranks have no values of the reference")
+
+
+def _exact(values: np.ndarray) -> np.ndarray:
+    result: np.ndarray = residues(torch.from_numpy(values)).numpy()
+    return result
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

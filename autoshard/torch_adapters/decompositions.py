@@ -1,0 +1,20 @@
+"""Ops as smaller ops, as torch has them for compilers. Tried on torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._decomp import decomposition_table
+
+
+def decomposition_of(packet: Any, overload: Any) -> Callable[..., Any] | None:
+    """What computes an op from smaller ones; None if torch has nothing.
+
+    packet: all overloads of the op, of which that of the same name, or the default one, is taken.
+    """
+    for name in (overload._overloadname, "default"):
+        found = getattr(packet, name, None)
+        if found in decomposition_table:
+            return decomposition_table[found]
+    return None
