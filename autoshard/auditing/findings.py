@@ -38,17 +38,18 @@ class AuditFinding:
 class Proof:
     """Whether ranks compute the reference's formulas.
 
-    values: gradients and updates that were compared exactly, of all ranks. why: there is no proof, or "".
+    elements: of gradients, and of parameters after the step, that all ranks have and that were compared. why:
+    there is no proof, or "".
     """
 
-    values: int = 0
+    elements: int = 0
     why: str = ""
 
     def text(self) -> str:
         """One line for people."""
         if self.why:
             return f"not proved: {self.why}"
-        return f"proved: {self.values} gradients and parameters of ranks are the reference's formulas"
+        return f"proved: {self.elements} elements of gradients and parameters are the reference's formulas"
 
 
 @dataclass(frozen=True)

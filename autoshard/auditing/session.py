@@ -152,7 +152,11 @@ class audit:
         )
 
     def proof(self, function: Step) -> Proof:
-        """Whether ranks compute the reference's formulas: both steps anew, in exact arithmetic."""
+        """Whether ranks compute the reference's formulas: both steps, in exact arithmetic.
+
+        Args:
+            function: as of `rank`, which calls this where it finds no difference.
+        """
         exact = ExactSteps(self._seed)
         with residues_in(self._model, self._seed):
             elements = Elements.of(self._model)
@@ -308,7 +312,9 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def audit_target(target: str, mesh: str, *, tolerance: float | None = None, seed: int = 0) -> AuditReport:
+def audit_target(
+    target: str, mesh: str, *, tolerance: float | None = None, seed: int = 0, prove: bool = True
+) -> AuditReport:
     """Audit what a target builds: ``(model, step, rank_step)``, both steps called with a model.
 
     Raises UsageError if it returns something else.
@@ -328,5 +334,5 @@ def audit_target(target: str, mesh: str, *, tolerance: float | None = None, seed
             hint="step(model) is what one device does, rank_step(model) what a rank does with a copy of it",
         )
     model, step, rank_step = built
-    with audit(model, ranks, step=step, tolerance=tolerance, seed=seed) as session:
+    with audit(model, ranks, step=step, tolerance=tolerance, seed=seed, prove=prove) as session:
         return session.rank(rank_step)

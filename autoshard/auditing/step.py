@@ -136,6 +136,8 @@ class StepWatch:
 
 def _gradient(p: torch.Tensor) -> torch.Tensor | None:
     """Megatron's buffers are `main_grad`."""
+    if not (p.is_leaf or p.retains_grad):
+        return None
     return getattr(p, "main_grad", None) if p.grad is None else p.grad
 
 

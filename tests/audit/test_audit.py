@@ -282,6 +282,15 @@ def test_the_example_prints_what_the_guide_shows() -> None:
     assert shown.strip() in printed.replace("../", "")
 
 
+def test_the_guide_shows_the_proof_of_the_sound_example(tmp_path: Path) -> None:
+    lines = EXAMPLE.read_text().splitlines(keepends=True)
+    (tmp_path / "sound.py").write_text("".join(line for line in lines if "the mistake" not in line))
+    run = CliRunner().invoke(app, ["audit", f"{tmp_path / 'sound.py'}:build", "--ranks", "dp=2,tp=2"])
+    assert run.exit_code == 0, run.output
+    guide = (EXAMPLE.parents[1] / "docs" / "guides" / "audit.md").read_text()
+    assert guide.split("```\n")[5].strip() == run.stdout.strip()
+
+
 def test_the_command_gives_one_document() -> None:
     arguments = ["audit", f"{EXAMPLE}:build", "--ranks", "dp=2,tp=2", "--json"]
     document = json.loads(CliRunner().invoke(app, arguments).stdout)

@@ -18,7 +18,7 @@ def print_audit(console: Console) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "audit"))
     case_module, files = import_module("case"), import_module("test_audit_cases").FILES
     warnings.simplefilter("ignore")
-    table = Table("programs", "faulty", "named", "in the first line", "sound", "alarms", "s each")
+    table = Table("programs", "faulty", "named", "in the first line", "sound", "alarms", "proved", "s each")
     totals: Counter[str] = Counter()
     for file in files:
         row: Counter[str] = Counter()
@@ -31,7 +31,9 @@ def print_audit(console: Console) -> None:
             row["faulty"] += 1
             row["named"] += case.kind in kinds and bool(marked & set(lines))
             row["first"] += bool(first) and bool(marked & set(case_module.places(first)))
-            row["alarms"] += not case.audit(fault=False).ok
+            sound = case.audit(fault=False)
+            row["alarms"] += not sound.ok
+            row["proved"] += sound.proof is not None and not sound.proof.why
         each = (time.perf_counter() - start) / max(2 * row["faulty"], 1)
         totals += row
         _add(table, file.__name__.removeprefix("cases_"), row, f"{each:.2f}")
@@ -41,5 +43,5 @@ def print_audit(console: Console) -> None:
 
 
 def _add(table: Table, name: str, row: Counter[str], seconds: str) -> None:
-    figures = (row["faulty"], row["named"], row["first"], row["faulty"], row["alarms"])
+    figures = (row["faulty"], row["named"], row["first"], row["faulty"], row["alarms"], row["proved"])
     table.add_row(name, *map(str, figures), seconds)

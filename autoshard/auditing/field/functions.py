@@ -13,7 +13,18 @@ from torch import Tensor
 from autoshard.auditing.field.residues import P, hashed, inverse, power, product, reduced, residue, residues
 from autoshard.auditing.rendezvous import reduced as reduced_numbers
 
-_HALF = P // 2
+#: numbers below this are taken for counts, such as of tokens or steps: values of parameters are larger
+COUNTS = 1 << 20
+
+
+def is_count(x: Tensor) -> Tensor:
+    """Which residues are small whole numbers, of either sign."""
+    return _signed(x).abs() < COUNTS
+
+
+def _signed(x: Tensor) -> Tensor:
+    """Residues as numbers on both sides of 0."""
+    return torch.where((x > P // 2) & x.isfinite(), x - P, x)
 
 
 @dataclass
@@ -60,13 +71,16 @@ class Functions:
         self._exps.add(zero, one)
 
     def place(self, x: Tensor) -> Tensor:
-        """Where residues are in the order: numbers that torch compares."""
-        at = product(residues(x), torch.tensor(float(self.slope)))
-        return torch.where(at > _HALF, torch.where(at.isfinite(), at - P, at), at)
+        """Where residues are in the order: numbers that torch compares. Counts are in that of numbers."""
+        x = residues(x)
+        at = _signed(product(x, torch.tensor(float(self.slope))))
+        return torch.where(is_count(x), _signed(x), at + at.sign() * COUNTS)
 
     def at_place(self, place: Tensor) -> Tensor:
         """The residues that are there."""
-        return product(residues(place), inverse(torch.tensor(float(self.slope))))
+        number = place.abs() < COUNTS
+        other = residues(place - place.sign() * COUNTS)
+        return torch.where(number, residues(place), product(other, inverse(torch.tensor(float(self.slope)))))
 
     def sign(self, x: Tensor) -> Tensor:
         """1, 0 or -1."""
@@ -74,7 +88,12 @@ class Functions:
 
     def is_positive(self, x: Tensor) -> Tensor:
         """Stands for 1 where x is above 0 and for 0 elsewhere: a hash, so that neither hides what x is."""
-        return torch.where(x == 0, 0.0, hashed("positive", x))
+        return torch.where(is_count(x), (_signed(x) > 0).double(), hashed("positive", x))
+
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """A hash for the same reason."""
+        bounds = [torch.tensor(bound, dtype=torch.float64) for bound in (low, high)]
+        return torch.where(is_count(x), residues(_signed(x).clamp(*bounds)), hashed("clamp", x, *bounds))
 
     def sqrt(self, x: Tensor) -> Tensor:
         """The square root."""

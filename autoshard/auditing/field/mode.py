@@ -10,13 +10,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.auditing.field.functions import Functions
+from autoshard.auditing.field.functions import COUNTS, Functions
 from autoshard.auditing.field.ops import MOVES, each_of, operation
 from autoshard.auditing.recording import PLAIN, Recorder, tensors
 from autoshard.torch_adapters.decompositions import decomposition_of
 
-#: numbers below this are counts, such as an optimizer's steps; those of parameters are larger
-_COUNTS = 1 << 20
 #: whole numbers up to this are exact
 _EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8}
 
@@ -65,7 +63,8 @@ class FieldMode(TorchDispatchMode):
             return _number(func(*args))
         if name.removesuffix("_") in MOVES or func.is_view:
             out = func(*args, **kwargs)
-            _check_types(given, out)
+            if not func.is_view:  # of bits, too
+                _check_types(given, out)
             return out
         if name.startswith("_foreach_"):
             return self._on_lists(name.removeprefix("_foreach_"), args, kwargs)
@@ -113,7 +112,7 @@ class FieldMode(TorchDispatchMode):
 
 def _number(value: Any) -> Any:
     """A value that Python reads."""
-    if isinstance(value, float) and abs(value) >= _COUNTS and value.is_integer():
+    if isinstance(value, float) and abs(value) >= COUNTS and value.is_integer():
         raise InexactError("Python reads a value")
     return value
 
@@ -124,6 +123,6 @@ def _check_types(given: list[Tensor], out: Any) -> None:
         if x.dtype in (torch.float64, torch.complex128):
             continue
         wide = [g for g in given if g.is_floating_point() and g.dtype != x.dtype and g.numel()]
-        limit = _EXACT.get(x.dtype, _COUNTS) if x.dtype is not torch.bool else None
+        limit = _EXACT.get(x.dtype, COUNTS) if x.dtype is not torch.bool else None
         if limit and any(bool((g.isfinite() & (g.abs() > limit)).any()) for g in wide):
             raise InexactError(f"it computes in {str(x.dtype).removeprefix('torch.')}")

@@ -101,9 +101,9 @@ def _mul(f: Functions, a: Value, b: Value) -> Tensor:
 
 def _operand(f: Functions, x: Value) -> Tensor:
     """As residues; numbers, which torch may have made tensors without dims, as `Functions.number`."""
-    if isinstance(x, Tensor) and (x.dim() or not x.is_floating_point() or float(x).is_integer()):
+    if isinstance(x, Tensor) and (x.dim() or not x.is_floating_point() or float(x.detach()).is_integer()):
         return residues(x)
-    return f.number(float(x))
+    return f.number(float(x.detach()) if isinstance(x, Tensor) else float(x))
 
 
 def _parts(x: Value) -> tuple[Tensor, Tensor]:
@@ -194,8 +194,12 @@ def _threshold_backward(f: Functions, gradient: Tensor, x: Tensor, threshold: fl
 def _clamp(f: Functions, x: Tensor, low: Value | None = None, high: Value | None = None) -> Tensor:
     if high is None and low is not None and not isinstance(low, Tensor) and low == 0:
         return _relu(f, x)
-    bounds = [_tensor(b) if b is not None else torch.tensor(-1.0, dtype=torch.float64) for b in (low, high)]
-    return hashed("clamp", _tensor(x), *bounds)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        bounds = [_tensor(0 if b is None else b) for b in (low, high)]
+        return hashed(f"clamp {low is None} {high is None}", _tensor(x), *bounds)
+    return f.clamp(
+        _tensor(x), -torch.inf if low is None else float(low), torch.inf if high is None else float(high)
+    )
 
 
 def _solve_triangular(
