@@ -195,6 +195,42 @@ def test_what_has_no_exact_form_is_told_with_its_line() -> None:
     assert "has no exact form (tests/audit/test_exact_audit.py:" in proof_of(special)
 
 
+class Normed(nn.Module):
+    """With running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.norm(x)))
+
+
+def test_statistics_and_optimizers_on_lists() -> None:
+    x, y = torch.randn(8, 6), torch.arange(8) % 3
+
+    def step(model: nn.Module) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+        F.cross_entropy(model(x.double()), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
+        optimizer.step()
+
+    def rank_step(model: nn.Module) -> None:
+        step(nn.parallel.DistributedDataParallel(model))
+
+    with autoshard.audit(Normed(), "dp=2", step=step) as audit:
+        assert audit.rank(rank_step).proof.why == ""
+
+
+def test_what_is_infinite_is_not_proved() -> None:
+    def step(model: nn.Module) -> None:
+        (model.head.weight.sum() * torch.tensor([1.0, float("inf")]).double()[:1] / 1).sum().backward()
+        model.head.bias.grad = torch.full_like(model.head.bias, float("inf"))
+
+    with autoshard.audit(Normed(), "dp=2", step=step) as audit:
+        assert "infinite in exact arithmetic" in audit.proof(step).why
+
+
 def test_types_of_fewer_bits_are_followed_without_rounding() -> None:
     def narrow(model: nets.Net) -> None:
         with torch.autocast("cpu", torch.bfloat16):

@@ -40,9 +40,7 @@ class FieldMode(TorchDispatchMode):
         self.error: InexactError | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(
-            kind not in (Tensor, torch.nn.Parameter) and not issubclass(kind, FakeTensor) for kind in types
-        ):
+        if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor comes back as the ops of its shard
         try:
             return self._dispatched(func, args, kwargs or {})
@@ -74,16 +72,15 @@ class FieldMode(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """An op of numbers; in place, or to an ``out``, it is that op with its result copied."""
-        mutable = [
-            a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-        ]
-        targets = [kwargs[k] for k in mutable if k in kwargs] or ([args[0]] if mutable else [])
-        plain = {k: v for k, v in kwargs.items() if k not in mutable}
-        base = name.removesuffix("_") if mutable and not name.startswith("__") else name
+        written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        targets = [kwargs.pop(k) for k in written if k in kwargs]
+        base = name
+        if name.endswith("_") and not targets:
+            targets, base = [args[0]], name.removesuffix("_")
         packet = getattr(torch.ops.aten, base, None)
         if packet is None:
             raise InexactError(f"{name} has no exact form")
-        out = self._value(packet, base, func, args, plain)
+        out = self._value(packet, base, func, args, kwargs)
         if not targets:
             return out
         for target, value in zip(targets, [out] if isinstance(out, Tensor) else out, strict=True):
@@ -106,7 +103,10 @@ class FieldMode(TorchDispatchMode):
         name = {"norm": "linalg_vector_norm"}.get(name, name)
         op: Callable[..., Any] = getattr(torch.ops.aten, name)
         with self:
-            outs = [op(*each, **kwargs) for each in each_of(args)]
+            if name.startswith("addc") and len(args) == 4:  # whose last argument has a name
+                outs = [op(*each, value=value) for *each, value in each_of(args)]
+            else:
+                outs = [op(*each, **kwargs) for each in each_of(args)]
         return None if name.endswith("_") else outs
 
 

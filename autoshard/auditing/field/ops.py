@@ -205,21 +205,18 @@ def _clamp(f: Functions, x: Tensor, low: Value | None = None, high: Value | None
 def _solve_triangular(
     f: Functions, a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> Tensor:
-    """The x of a x = b, or of x a = b, row by row."""
+    """The x of a x = b, or of x a = b: for a = 1 - m it is (1 + m)(1 + m^2)(1 + m^4) ... b."""
     if not left:
-        transposed = _solve_triangular(f, a.mT, b.mT, upper=not upper, unitriangular=unitriangular)
-        return transposed.mT
-    if upper:
-        return _solve_triangular(
-            f, a.flip(-2, -1), b.flip(-2), upper=False, unitriangular=unitriangular
-        ).flip(-2)
-    a, b = _tensor(a), _tensor(b)
-    rows = [b[..., :1, :] if unitriangular else f.quotient(b[..., :1, :], a[..., :1, :1])]
-    for k in range(1, a.shape[-1]):
-        before = bilinear(torch.matmul, a[..., k : k + 1, :k], torch.cat(rows, -2))
-        row = reduced(b[..., k : k + 1, :] - before)
-        rows.append(row if unitriangular else f.quotient(row, a[..., k : k + 1, k : k + 1]))
-    return torch.cat(rows, -2)
+        return _solve_triangular(f, a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
+    a, x = _tensor(a), _tensor(b)
+    if not unitriangular:
+        over = inverse(a.diagonal(0, -2, -1))[..., None]
+        a, x = product(a, over), product(x, over)
+    m, done = reduced(-(a.triu(1) if upper else a.tril(-1))), 1
+    while done < a.shape[-1]:
+        x = reduced(x + bilinear(torch.matmul, m, x))
+        m, done = bilinear(torch.matmul, m, m), 2 * done
+    return x
 
 
 def _dropout(f: Functions, x: Tensor, p: float, train: bool | None) -> Any:
@@ -396,6 +393,6 @@ def operation(name: str, op: Op) -> Op | None:
 
 
 def each_of(lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The arguments of an op on lists, one op after the other."""
+    """The arguments of an op on lists (``_foreach_*``), one op after the other."""
     count = max(len(x) for x in lists if isinstance(x, list | tuple))
     return [tuple(x[k] if isinstance(x, list | tuple) else x for x in lists) for k in range(count)]

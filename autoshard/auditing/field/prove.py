@@ -82,6 +82,8 @@ class ExactSteps:
         return self._compared(elements)
 
     def _compared(self, elements: Elements) -> Proof:
+        for name in (h.name for h in self._reference if not (_finite(h.gradient) and _finite(h.after))):
+            return Proof(why=f"the gradient of {name} is infinite in exact arithmetic")
         total = len(elements.values)
         ranks = add_partials([self._ranks[k] for k in sorted(self._ranks)])
         sharded = np.zeros(total, bool)
@@ -94,13 +96,19 @@ class ExactSteps:
                 have = _exact(spread(held, total, name))
                 lacks = held_elements(held, total) & ~sharded & np.isnan(have) & (wanted != 0)
                 other = ~np.isnan(have) & (have != wanted)
-                differ = ~np.isnan(wanted) & (other | (lacks if name == "gradient" else False))
+                if name == "after":  # of parameters without memory nothing is known
+                    lacks &= not all(_finite(each.after) for each in held)
+                differ = ~np.isnan(wanted) & (other | lacks)
                 if differ.any():
                     names = [elements.names[k] for k in elements.parameters_of(np.flatnonzero(differ))]
                     named = ", ".join(names[:2]) + (" and so on" if len(names) > 2 else "")
                     return Proof(why=f"the {what} of {named} on rank {rank} is another formula")
                 count += int((~np.isnan(wanted) & ~np.isnan(have)).sum())
         return Proof(count) if count else Proof(why="ranks have no values of the reference")
+
+
+def _finite(values: np.ndarray | None) -> bool:
+    return values is None or bool(np.isfinite(values).all())
 
 
 def _exact(values: np.ndarray) -> np.ndarray:
