@@ -194,6 +194,13 @@ def test_what_has_no_exact_form_is_told_with_its_line() -> None:
 
     assert "has no exact form (tests/audit/test_exact_audit.py:" in proof_of(special)
 
+    def complex_numbers(model: nets.Net) -> None:
+        nets.one_device(model)
+        torch.complex(model.head.weight, model.head.weight) + 1
+        averaged(model)
+
+    assert "complex numbers have an exact form in products alone" in proof_of(complex_numbers)
+
 
 class Normed(nn.Module):
     """With running statistics."""

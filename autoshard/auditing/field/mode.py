@@ -12,19 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.auditing.field.functions import COUNTS, Functions
 from autoshard.auditing.field.ops import MOVES, each_of, operation
+from autoshard.auditing.field.residues import InexactError
 from autoshard.auditing.recording import PLAIN, Recorder, tensors
 from autoshard.torch_adapters.decompositions import decomposition_of
 
 #: whole numbers up to this are exact
 _EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8}
-
-
-class InexactError(Exception):
-    """A step does something that has no exact form. what: for people; line: of the user's code."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what, self.line = what, ""
 
 
 class FieldMode(TorchDispatchMode):
@@ -56,7 +49,9 @@ class FieldMode(TorchDispatchMode):
         if self._recorder.paused or namespace != "aten" or elsewhere:
             return func(*args, **kwargs)
         # rounding is left out: what would have fewer bits has all
-        kwargs = {k: torch.float64 if v in _EXACT else v for k, v in kwargs.items()}
+        kwargs = {
+            k: torch.float64 if isinstance(v, torch.dtype) and v in _EXACT else v for k, v in kwargs.items()
+        }
         if name == "_local_scalar_dense":
             return _number(func(*args))
         if name.removesuffix("_") in MOVES or func.is_view:

@@ -128,15 +128,13 @@ def _neg(f: Functions, a: Tensor) -> Tensor:
 
 
 def _pow(f: Functions, base: Value, exponent: Value) -> Tensor:
-    if isinstance(exponent, Tensor) and exponent.numel() == 1 and exponent.shape == ():
+    if isinstance(exponent, Tensor) and exponent.dim() == 0:
         exponent = float(exponent)
+    if not isinstance(base, Tensor):
+        return hashed(f"{base} to the", _tensor(exponent))
     if isinstance(exponent, Tensor):
         return hashed("pow", _tensor(base), _tensor(exponent))
-    return (
-        f.power(_tensor(base), float(exponent))
-        if isinstance(base, Tensor)
-        else hashed(f"{base} to the", _tensor(exponent))
-    )
+    return f.power(_tensor(base), float(exponent))
 
 
 def _count(x: Tensor, out: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from autoshard.auditing.field.functions import Functions
-from autoshard.auditing.field.mode import FieldMode, InexactError
-from autoshard.auditing.field.residues import P, random_residues, residues
+from autoshard.auditing.field.mode import FieldMode
+from autoshard.auditing.field.residues import InexactError, P, random_residues, residues
 from autoshard.auditing.findings import AuditFinding, Proof
 from autoshard.auditing.parameters import held_elements, spread
 from autoshard.auditing.recording import Recorder

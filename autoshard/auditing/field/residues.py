@@ -21,8 +21,21 @@ _DENOMINATOR = 1 << 17
 _LIMB = 1 << 16
 
 
+class InexactError(Exception):
+    """A step does something that has no exact form. what: for people; line: of the user's code."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what, self.line = what, ""
+
+
 def residues(x: Tensor) -> Tensor:
-    """The residue that each number of a tensor stands for; infinities and NaN stay."""
+    """The residue that each number of a tensor stands for; infinities and NaN stay.
+
+    Raises InexactError for complex numbers, which are two residues each.
+    """
+    if x.is_complex():
+        raise InexactError("complex numbers have an exact form in products alone")
     x = x.detach().to(torch.float64)
     if not x.numel() or bool(((x >= 0) & (x < P) & (x == x.floor())).all()):
         return x
