@@ -137,13 +137,9 @@ def _pow(f: Functions, base: Value, exponent: Value) -> Tensor:
     return f.power(_tensor(base), float(exponent))
 
 
-def _count(x: Tensor, out: Tensor) -> Tensor:
-    return _tensor(x.numel() / max(out.numel(), 1))
-
-
 def _mean(f: Functions, x: Tensor, *how: Any, **more: Any) -> Tensor:
     total = reduced(aten.sum(_tensor(x), *how, **more))
-    return product(total, inverse(_count(x, total)))
+    return product(total, inverse(_tensor(x.numel() / max(total.numel(), 1))))
 
 
 def _norm(
