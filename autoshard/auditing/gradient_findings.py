@@ -12,7 +12,7 @@ from autoshard.auditing.evidence import Evidence
 from autoshard.auditing.findings import AuditFinding
 from autoshard.auditing.gradients import GradientDifference, compare
 from autoshard.auditing.known import ReferenceValues
-from autoshard.auditing.parameters import held_elements, spread
+from autoshard.auditing.parameters import held_elements, optimizer_elements, spread
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.state import Elements, Parameters
 from autoshard.cluster import Mesh
@@ -38,9 +38,7 @@ def compare_gradients(
     wanted = spread(reference, total, "gradient")
     have = [spread(held, total, "gradient") for held in ranks]
     held_by = [held_elements(held, total) for held in ranks]
-    sharded = np.zeros(total, bool)
-    for each in (h for rank in ranks for h in rank if not h.in_module and h.gradient is not None):
-        sharded[each.elements[each.elements >= 0]] = True
+    sharded = optimizer_elements(ranks, total)
     known = wanted[~np.isnan(wanted)]
     scale = float(np.abs(known).max(initial=0.0)) * 1e-6
     out, worst = [], 0.0

@@ -135,3 +135,11 @@ def held_elements(held: Parameters, total: int) -> np.ndarray:
         if each.in_module:
             out[each.elements[each.elements >= 0]] = True
     return out
+
+
+def optimizer_elements(ranks: list[Parameters], total: int) -> np.ndarray:
+    """Whether a shard that only an optimizer has holds the gradient of an element, on any rank."""
+    out = np.zeros(total, bool)
+    for each in (h for held in ranks for h in held if not h.in_module and h.gradient is not None):
+        out[each.elements[each.elements >= 0]] = True
+    return out

@@ -194,7 +194,7 @@ class Recording(TorchDispatchMode):
         for x in inputs:
             if isinstance(x, torch.nn.Parameter):
                 self.read(x)
-        if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+        if are_wrapped(types):
             return NotImplemented  # a DTensor comes back as the ops of its shard
         result = func(*args, **(kwargs or {}))
         if not self.recorder.paused:
@@ -206,6 +206,11 @@ class Recording(TorchDispatchMode):
 
 #: types that hold values
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def are_wrapped(types: Any) -> bool:
+    """Whether there is a DTensor or the like among types of tensors."""
+    return any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

@@ -263,13 +263,13 @@ def _alike(calls: list[CollectiveCall]) -> bool:
     return any(one.values.any() for one in first)
 
 
-def _results(calls: list[CollectiveCall], reduced: Reduction) -> list[list[torch.Tensor]]:
+def _results(calls: list[CollectiveCall], reduction: Reduction) -> list[list[torch.Tensor]]:
     """What every rank receives."""
     kind, ways = calls[0].kind, len(calls)
     if kind == "barrier":
         return [[] for _ in calls]
     if kind in ("all_reduce", "reduce"):
-        sums = [reduced([c.sent[i] for c in calls], calls[0].reduction) for i in range(len(calls[0].sent))]
+        sums = [reduction([c.sent[i] for c in calls], calls[0].reduction) for i in range(len(calls[0].sent))]
         return [sums if kind == "all_reduce" or calls[0].root == k else [] for k in range(ways)]
     if kind == "broadcast":
         return [list(calls[calls[0].root or 0].sent)] * ways
@@ -284,7 +284,7 @@ def _results(calls: list[CollectiveCall], reduced: Reduction) -> list[list[torch
     if kind == "reduce_scatter":
         return [
             [
-                reduced([c.sent[i * ways + k] for c in calls], calls[0].reduction)
+                reduction([c.sent[i * ways + k] for c in calls], calls[0].reduction)
                 for i in range(len(calls[k].received))
             ]
             for k in range(ways)

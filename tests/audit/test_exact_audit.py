@@ -42,6 +42,14 @@ def test_numbers_are_the_fractions_that_they_round() -> None:
     assert torch.equal(residues(infinite), infinite)
 
 
+def test_places_lead_back_to_their_residues() -> None:
+    x = torch.cat(
+        [hashed("x", torch.arange(2000).double()), torch.arange(-5, 5).double(), torch.tensor([-torch.inf])]
+    )
+    functions = Functions(1234567891)
+    assert torch.equal(functions.at_place(functions.place(x)), residues(x))
+
+
 def test_products_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(P, (30, 30), generator=generator) for _ in range(2))

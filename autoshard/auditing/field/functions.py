@@ -10,11 +10,18 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from autoshard.auditing.field.residues import P, hashed, inverse, power, product, reduced, residue, residues
+from autoshard.auditing.field.residues import (
+    COUNTS,
+    P,
+    hashed,
+    inverse,
+    power,
+    product,
+    reduced,
+    residue,
+    residues,
+)
 from autoshard.auditing.rendezvous import reduced as reduced_numbers
-
-#: numbers below this are taken for counts, such as of tokens or steps: values of parameters are larger
-COUNTS = 1 << 20
 
 
 def is_count(x: Tensor) -> Tensor:
@@ -73,14 +80,14 @@ class Functions:
     def place(self, x: Tensor) -> Tensor:
         """Where residues are in the order: numbers that torch compares. Counts are in that of numbers."""
         x = residues(x)
-        at = _signed(product(x, torch.tensor(float(self.slope))))
+        at = _signed(product(x, torch.tensor(self.slope, dtype=torch.float64)))
         return torch.where(is_count(x), _signed(x), at + at.sign() * COUNTS)
 
     def at_place(self, place: Tensor) -> Tensor:
         """The residues that are there."""
         number = place.abs() < COUNTS
-        other = residues(place - place.sign() * COUNTS)
-        return torch.where(number, residues(place), product(other, inverse(torch.tensor(float(self.slope)))))
+        other, over = residues(place - place.sign() * COUNTS), pow(self.slope, -1, P)
+        return torch.where(number, residues(place), product(other, torch.tensor(over, dtype=torch.float64)))
 
     def sign(self, x: Tensor) -> Tensor:
         """1, 0 or -1."""

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.auditing.field.functions import COUNTS, Functions
+from autoshard.auditing.field.functions import Functions
 from autoshard.auditing.field.ops import MOVES, each_of, operation
-from autoshard.auditing.field.residues import InexactError
-from autoshard.auditing.recording import PLAIN, Recorder, tensors
+from autoshard.auditing.field.residues import COUNTS, InexactError
+from autoshard.auditing.recording import PLAIN, Recorder, are_wrapped, tensors
 from autoshard.torch_adapters.decompositions import decomposition_of
 
 #: whole numbers up to this are exact
@@ -33,7 +32,7 @@ class FieldMode(TorchDispatchMode):
         self.error: InexactError | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+        if are_wrapped(types):
             return NotImplemented  # a DTensor comes back as the ops of its shard
         try:
             return self._dispatched(func, args, kwargs or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -319,56 +320,37 @@ OPS: dict[str, Op] = {
 }  # fmt: skip
 
 
-def of_sum(op: Op) -> Op:
-    """An op of `SUMS` on residues."""
-
-    def run(f: Functions, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _residues_in((args, kwargs))
-        return tree_map_only(Tensor, _reduced_floats, op(*args, **kwargs))
-
-    return run
-
-
-def of_product(op: Op) -> Op:
-    """An op of `PRODUCTS` on residues."""
-
-    def run(f: Functions, a: Tensor, b: Tensor, *rest: Any, **kwargs: Any) -> Any:
-        bias = None
-        if rest and isinstance(rest[0], Tensor) and rest[0].is_floating_point():
-            bias, rest = rest[0], (None, *rest[1:])
-        out = bilinear(lambda u, v: op(u, v, *rest, **kwargs), _tensor(a), _tensor(b))
-        if bias is None:
-            return out
-        return reduced(out + _tensor(bias).reshape(-1, *[1] * (out.dim() - 2)))
-
-    return run
+def _summed(op: Op, f: Functions, *args: Any, **kwargs: Any) -> Any:
+    """An op of `SUMS`."""
+    args, kwargs = tree_map_only(
+        Tensor, lambda x: residues(x) if x.is_floating_point() else x, (args, kwargs)
+    )
+    out = op(*args, **kwargs)
+    return tree_map_only(Tensor, lambda x: reduced(x) if x.is_floating_point() else x, out)
 
 
-def of_order(name: str, op: Op) -> Op:
-    """An op of `ORDERS` on residues."""
-
-    def run(f: Functions, *args: Any, **kwargs: Any) -> Any:
-        def place(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return f.place(x) if x.is_floating_point() or name in COMPARISONS else x
-            return float(f.place(_tensor(x)))
-
-        compared = 2 if name in COMPARISONS else 1
-        placed = [place(x) if k < compared else x for k, x in enumerate(args)]
-        placed[1:] = tree_map_only(Tensor, place, placed[1:]) if compared == 1 else placed[1:]
-        return tree_map_only(
-            Tensor, lambda x: f.at_place(x) if x.is_floating_point() else x, op(*placed, **kwargs)
-        )
-
-    return run
+def _multiplied(op: Op, f: Functions, a: Tensor, b: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    """An op of `PRODUCTS`."""
+    bias = None
+    if rest and isinstance(rest[0], Tensor) and rest[0].is_floating_point():
+        bias, rest = rest[0], (None, *rest[1:])
+    out = bilinear(lambda u, v: op(u, v, *rest, **kwargs), _tensor(a), _tensor(b))
+    return out if bias is None else reduced(out + _tensor(bias).reshape(-1, *[1] * (out.dim() - 2)))
 
 
-def _residues_in(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: residues(x) if x.is_floating_point() else x, tree)
+def _ordered(op: Op, compared: int, f: Functions, *args: Any, **kwargs: Any) -> Any:
+    """An op of `ORDERS`. compared: how many of its arguments it compares."""
 
+    def place(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return f.place(x) if x.is_floating_point() or compared > 1 else x
+        return float(f.place(_tensor(x)))
 
-def _reduced_floats(x: Tensor) -> Tensor:
-    return reduced(x) if x.is_floating_point() else x
+    placed = [place(x) if k < compared else x for k, x in enumerate(args)]
+    placed[1:] = tree_map_only(Tensor, place, placed[1:]) if compared == 1 else placed[1:]
+    return tree_map_only(
+        Tensor, lambda x: f.at_place(x) if x.is_floating_point() else x, op(*placed, **kwargs)
+    )
 
 
 def operation(name: str, op: Op) -> Op | None:
@@ -378,11 +360,11 @@ def operation(name: str, op: Op) -> Op | None:
     if name in UNKNOWN:
         return lambda f, x: f.unknown(name, _tensor(x))
     if name in SUMS:
-        return of_sum(op)
+        return partial(_summed, op)
     if name in PRODUCTS:
-        return of_product(op)
+        return partial(_multiplied, op)
     if name in ORDERS:
-        return of_order(name, op)
+        return partial(_ordered, op, 2 if name in COMPARISONS else 1)
     return None
 
 

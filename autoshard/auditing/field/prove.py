@@ -19,9 +19,9 @@ from torch import nn
 
 from autoshard.auditing.field.functions import Functions
 from autoshard.auditing.field.mode import FieldMode
-from autoshard.auditing.field.residues import InexactError, P, random_residues, residues
+from autoshard.auditing.field.residues import COUNTS, InexactError, P, random_residues, residues
 from autoshard.auditing.findings import AuditFinding, Proof
-from autoshard.auditing.parameters import held_elements, spread
+from autoshard.auditing.parameters import held_elements, optimizer_elements, spread
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.state import Elements, Parameters, add_partials
 from autoshard.auditing.step import run_step
@@ -53,7 +53,7 @@ class ExactSteps:
     _ranks: dict[int, Parameters] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        slope = int(np.random.default_rng(self.seed).integers(1 << 20, P))
+        slope = int(np.random.default_rng(self.seed).integers(COUNTS, P))
         self.functions = Functions(slope)
 
     def reference(self, step: Callable[[], Any], elements: Elements, recorder: Recorder) -> None:
@@ -75,20 +75,20 @@ class ExactSteps:
 
     def proof(self, elements: Elements, findings: Sequence[AuditFinding]) -> Proof:
         """What has been proved. findings: why ranks did not come to their end, and messages that are left."""
-        for error in self.errors:
+        if self.errors:
+            error = self.errors[0]
             return Proof(why=f"{error.what} ({error.line})" if error.line else error.what)
         if findings:
             return Proof(why=f"in the second run {findings[0].what}")
         return self._compared(elements)
 
     def _compared(self, elements: Elements) -> Proof:
-        for name in (h.name for h in self._reference if not (_finite(h.gradient) and _finite(h.after))):
-            return Proof(why=f"the gradient of {name} is infinite in exact arithmetic")
+        infinite = [h.name for h in self._reference if not (_finite(h.gradient) and _finite(h.after))]
+        if infinite:
+            return Proof(why=f"the gradient of {infinite[0]} is infinite in exact arithmetic")
         total = len(elements.values)
         ranks = add_partials([self._ranks[k] for k in sorted(self._ranks)])
-        sharded = np.zeros(total, bool)
-        for each in (h for held in ranks for h in held if not h.in_module and h.gradient is not None):
-            sharded[each.elements[each.elements >= 0]] = True
+        sharded = optimizer_elements(ranks, total)
         count = 0
         for name, what in (("gradient", "gradient"), ("after", "value after the step")):
             wanted = _exact(spread(self._reference, total, name))

@@ -8,7 +8,6 @@ stay what they are, as masks need them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ P = 2**31 - 1
 #: a float is the fraction with the smallest denominator that rounds to it, if that is at most this
 _DENOMINATOR = 1 << 17
 _LIMB = 1 << 16
+#: numbers below this are taken for counts, such as of tokens or steps: random residues are larger
+COUNTS = 1 << 20
 
 
 class InexactError(Exception):
@@ -128,22 +129,12 @@ def inverse(x: Tensor) -> Tensor:
     return power(x, -1)
 
 
-def bilinear(op: Callable[[Tensor, Tensor], Any], a: Tensor, b: Tensor) -> Any:
-    """A product that sums, such as of matrices, by parts of 16 bits: all sums stay below 2^53.
-
-    op may return several tensors, each linear in both.
-    """
+def bilinear(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """A product that sums, such as of matrices, by parts of 16 bits: all sums stay below 2^53."""
     parts = [(x.div(_LIMB, rounding_mode="floor"), torch.remainder(x, _LIMB)) for x in (a, b)]
-    high, cross, other, low = (op(u, v) for u in parts[0] for v in parts[1])
-
-    def joined(*limbs: Tensor) -> Tensor:
-        first, second, third, last = map(reduced, limbs)
-        middle = product(reduced(second + third), torch.tensor(float(_LIMB)))
-        return reduced(product(first, torch.tensor(float(_LIMB**2 % P))) + middle + last)
-
-    if isinstance(high, Tensor):
-        return joined(high, cross, other, low)
-    return tuple(joined(*each) for each in zip(high, cross, other, low, strict=True))
+    high, cross, other, low = (reduced(op(u, v)) for u in parts[0] for v in parts[1])
+    middle = product(reduced(cross + other), torch.tensor(float(_LIMB)))
+    return reduced(product(high, torch.tensor(float(_LIMB**2 % P))) + middle + low)
 
 
 def hashed(name: str, *arguments: Tensor) -> Tensor:
@@ -164,10 +155,10 @@ def _mixed(x: Tensor) -> Tensor:
 def random_residues(count: int, seed: int) -> np.ndarray:
     """Residues of which no two are equal, and none is small."""
     draw = np.random.default_rng(seed)
-    values = draw.integers(1 << 20, P, count)
+    values = draw.integers(COUNTS, P, count)
     while len(np.unique(values)) < count:
         _, first = np.unique(values, return_index=True)
         again = np.ones(count, bool)
         again[first] = False
-        values[again] = draw.integers(1 << 20, P, int(again.sum()))
+        values[again] = draw.integers(COUNTS, P, int(again.sum()))
     return values.astype(np.float64)
