@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from autoshard.auditing.buffers import buffer_findings
 from autoshard.auditing.endings import stops, unread
 from autoshard.auditing.findings import AuditReport
 from autoshard.auditing.gradient_findings import compare_gradients, gradient_findings
@@ -13,7 +15,8 @@ from autoshard.auditing.parameters import uncovered, unmatched, updates
 from autoshard.auditing.rank_threads import RankEnd
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.rendezvous import Rendezvous
-from autoshard.auditing.state import Elements, Parameters, add_partials
+from autoshard.auditing.state import Elements, add_partials
+from autoshard.auditing.step import StepState
 from autoshard.cluster import Mesh
 
 #: by the narrowest type that anything was computed in
@@ -24,26 +27,31 @@ _HALF = 5e-2
 def diagnose(
     mesh: Mesh,
     elements: Elements,
-    reference: Parameters,
-    ranks: list[Parameters],
+    before: Mapping[str, np.ndarray],
+    reference: StepState,
+    ends: Sequence[StepState],
     recorders: Sequence[Recorder],
-    ends: Sequence[RankEnd],
+    threads: Sequence[RankEnd],
     messages: Rendezvous,
     tolerance: float | None,
 ) -> AuditReport:
-    """All findings. recorders: of the reference, then of the ranks."""
-    ranks = add_partials(ranks)
+    """All findings. before: the buffers ahead of a step. recorders: of the reference, then of the ranks."""
+    ranks = add_partials([end.parameters for end in ends])
     tolerance = tolerance or _tolerance(recorders)
-    findings = stops(ends, messages)
+    findings = stops(threads, messages)
     notes: list[str] = []
     worst = 0.0
     if not findings:
         findings += unread(messages)
-        findings += uncovered(elements, reference, ranks, recorders[1:])
-        differences, worst = compare_gradients(mesh, elements, reference, ranks, tolerance)
+        findings += uncovered(elements, reference.parameters, ranks, recorders[1:])
+        differences, worst = compare_gradients(mesh, elements, reference.parameters, ranks, tolerance)
         findings += gradient_findings(mesh, differences, elements, ranks, recorders)
         if not findings:
-            findings += updates(elements, reference, ranks, tolerance)
+            findings += updates(elements, reference.parameters, ranks, tolerance)
+            others, parts = buffer_findings(
+                mesh, before, reference.buffers, [end.buffers for end in ends], tolerance
+            )
+            findings, notes = findings + others, notes + parts
         notes += unmatched(ranks)
     collectives = sum(bool(r.ranks) for recorder in recorders[1:] for r in recorder.records)
     return AuditReport(

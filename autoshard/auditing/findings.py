@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -27,11 +28,18 @@ class AuditFinding:
         out = [self.what]
         if self.ranks:
             out.append(f"  ranks: {', '.join(map(str, self.ranks))}")
-        if self.lines:
-            out.append(f"  line:  {self.lines[0]}")
-        out += [f"         {line}" for line in self.lines[1:]]
+        out += _listed(self.lines)
         out += [f"  {detail}" for detail in self.details]
         return "\n".join(out)
+
+
+def some_of(names: Sequence[str]) -> list[str]:
+    """The first names, and how many there are more."""
+    return [*names[:6], *([f"{len(names) - 6} more"] if len(names) > 6 else [])]
+
+
+def _listed(lines: tuple[str, ...]) -> list[str]:
+    return [f"{'' if k else 'line:':>7}  {line}" for k, line in enumerate(lines)]
 
 
 @dataclass(frozen=True)
@@ -39,16 +47,19 @@ class Proof:
     """Whether ranks compute the reference's formulas.
 
     elements: of gradients, and of parameters after the step, that all ranks have and that were compared. why:
-    there is no proof, or "".
+    there is no proof, or "". names: parameters that are computed by other formulas. lines: of the user's
+    code where these begin, the most likely first.
     """
 
     elements: int = 0
     why: str = ""
+    names: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """One line for people."""
+        """For people."""
         if self.why:
-            return f"not proved: {self.why}"
+            return "\n".join([f"not proved: {self.why}", *_listed(self.lines)])
         return f"proved: {self.elements} elements of gradients and parameters are the reference's formulas"
 
 

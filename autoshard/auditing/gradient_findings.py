@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.auditing.evidence import Evidence
-from autoshard.auditing.findings import AuditFinding
+from autoshard.auditing.findings import AuditFinding, some_of
 from autoshard.auditing.gradients import GradientDifference, compare
-from autoshard.auditing.known import ReferenceValues
+from autoshard.auditing.known import Numbers, ReferenceValues
 from autoshard.auditing.parameters import held_elements, optimizer_elements, spread
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.state import Elements, Parameters
@@ -77,7 +77,7 @@ def gradient_findings(
     if not groups:
         return []
     right = frozenset(c.number for c in compared if c.difference is None)
-    known = ReferenceValues.of(mesh, elements, recorders[0], recorders[1:])
+    known = ReferenceValues.of(mesh, elements, recorders[0], recorders[1:], Numbers())
     evidence = Evidence(mesh, elements, ranks, recorders[1:], known, right)
     out: dict[str, AuditFinding] = {}
     for same in sorted(groups.values(), key=lambda group: _CLEAR.index(_kind(group))):
@@ -85,7 +85,7 @@ def gradient_findings(
         line = finding.lines[0] if finding.lines else finding.what
         if line in out:  # behind what is said of this line already
             before = out[line]
-            more = f"behind it: {', '.join(_some(finding.names))}"
+            more = f"behind it: {', '.join(some_of(finding.names))}"
             out[line] = replace(
                 before,
                 names=before.names + finding.names,
@@ -107,17 +107,13 @@ def _kind(group: list[Compared]) -> str:
     return group[0].difference.kind
 
 
-def _some(names: Sequence[str]) -> list[str]:
-    return [*names[:6], *([f"{len(names) - 6} more"] if len(names) > 6 else [])]
-
-
 def _finding(evidence: Evidence, same: list[Compared]) -> AuditFinding:
     difference = same[0].difference
     assert difference is not None
     wrong = [c.number for c in same]
     names = tuple(evidence.elements.names[k] for k in wrong)
     found = evidence.suspicion(difference, wrong)
-    some = (f"parameters: {', '.join(_some(names))}",) if len(names) > 1 else ()
+    some = (f"parameters: {', '.join(some_of(names))}",) if len(names) > 1 else ()
     what = _sentence(evidence.mesh, difference, names, not found.twice)
     details = (*some, *found.details)
     return AuditFinding("gradient", what, names, difference.ranks, found.lines, difference.factor, details)

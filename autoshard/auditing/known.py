@@ -3,8 +3,10 @@ ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from math import prod
 
@@ -13,6 +15,7 @@ import numpy as np
 from autoshard.auditing.mesh_groups import group_of
 from autoshard.auditing.recording import OpRecord, Recorder
 from autoshard.auditing.state import Elements
+from autoshard.capture.origins import CodeLine
 from autoshard.cluster import Mesh
 
 _RTOL = 1e-8
@@ -34,6 +37,55 @@ class Form:
 PLAIN = Form()
 
 
+@dataclass(frozen=True)
+class RecordPlace:
+    """Where a rank's program computes a result: the n-th of an op on a line that has this shape.
+
+    Ranks have equal places in another order: autograd runs branches of backward in the order in which they
+    are ready.
+    """
+
+    op: str
+    line: CodeLine
+    shape: tuple[int, ...]
+    turn: int
+
+    @classmethod
+    def each(cls, records: Sequence[OpRecord]) -> Iterator[RecordPlace]:
+        """Those of all records."""
+        turns: Counter[tuple[str, CodeLine, tuple[int, ...]]] = Counter()
+        for record in records:
+            key = (record.op, record.line, record.samples[0].shape if record.samples else ())
+            yield cls(*key, turns[key])
+            turns[key] += 1
+
+
+class Numbers:
+    """How values are compared that differ by rounding."""
+
+    def read(self, values: np.ndarray) -> np.ndarray:
+        """Values of tensors, to calculate with."""
+        return values
+
+    def total(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Their sum."""
+        result: np.ndarray = np.sum(parts, axis=0)
+        return result
+
+    def times(self, values: np.ndarray, scale: float) -> np.ndarray:
+        """Values scaled."""
+        return values * scale
+
+    def among(self, values: np.ndarray, known: np.ndarray) -> bool:
+        """Whether all are known (sorted), each to more digits than two values share by chance."""
+        told = values[np.isfinite(values) & (np.abs(values) > 1e-12)]
+        if len(told) < min(2, len(values)):
+            return False
+        room = np.maximum(np.abs(told) * _RTOL, _ATOL)
+        first = np.searchsorted(known, told - room, side="left")
+        return bool((np.searchsorted(known, told + room, side="right") > first).all())
+
+
 @dataclass
 class ReferenceValues:
     """All values that the reference has or computes, and the records of the ranks that are asked about."""
@@ -41,18 +93,36 @@ class ReferenceValues:
     mesh: Mesh
     records: Sequence[Sequence[OpRecord]]
     scales: tuple[float, ...]
+    numbers: Numbers
     _values: np.ndarray
     _memo: dict[tuple[int, int], Form | None] = field(default_factory=dict)
 
+    @cached_property
+    def _places(self) -> list[list[RecordPlace]]:
+        return [list(RecordPlace.each(records)) for records in self.records]
+
+    @cached_property
+    def _at(self) -> list[dict[RecordPlace, OpRecord]]:
+        return [
+            dict(zip(places, records, strict=True))
+            for places, records in zip(self._places, self.records, strict=True)
+        ]
+
     @classmethod
     def of(
-        cls, mesh: Mesh, elements: Elements, reference: Recorder, ranks: Sequence[Recorder]
+        cls,
+        mesh: Mesh,
+        elements: Elements,
+        reference: Recorder,
+        ranks: Sequence[Recorder],
+        numbers: Numbers,
     ) -> ReferenceValues:
         """From the parameters of a reference, and a recorder that kept its values."""
         arrays = [elements.values[elements.slice_of(k)] for k in range(len(elements.names))]
         arrays += [x.reshape(-1).double().numpy(force=True) for x in reference.values]
-        values = np.concatenate(arrays) if arrays else np.zeros(0)
-        return cls(mesh, [r.records for r in ranks], _scales(mesh), np.sort(values[np.isfinite(values)]))
+        values = numbers.read(np.concatenate(arrays) if arrays else np.zeros(0))
+        known = np.sort(values[np.isfinite(values)])
+        return cls(mesh, [r.records for r in ranks], _scales(mesh), numbers, known)
 
     def form(self, rank: int, record: OpRecord) -> Form | None:
         """How a result is the reference's, None if it is not."""
@@ -64,43 +134,29 @@ class ReferenceValues:
     def _form(self, rank: int, record: OpRecord) -> Form | None:
         if not record.samples:
             return None
-        values = record.samples[0].values
+        values = self.numbers.read(record.samples[0].values)
         if not np.isfinite(values).any() or (np.ptp(values) == 0 and (len(values) > 1 or not values[0])):
             return PLAIN
         scales = self.scales if len(values) > 1 else self.scales[:1]
         with np.errstate(over="ignore", invalid="ignore"):
             for axes, total in ((), values), *self._sums(rank, record):
                 for scale in scales:
-                    if self._matches(total * scale):
+                    if self.numbers.among(self.numbers.times(total, scale), self._values):
                         return Form(scale, axes)
         return None
 
     def _sums(self, rank: int, record: OpRecord) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
         """The values summed over axes."""
+        place = self._places[rank][record.number]
         for count in range(1, len(self.mesh.names) + 1):
             for axes in combinations(self.mesh.names, count):
                 ranks = group_of(self.mesh, rank, axes)
-                same = [self._same(k, record) for k in ranks]
-                if len(ranks) > 1 and all(s is not None for s in same):
-                    yield axes, np.sum([s for s in same if s is not None], axis=0)
-
-    def _same(self, rank: int, record: OpRecord) -> np.ndarray | None:
-        """The values of what another rank computes at the same place of its program."""
-        others = self.records[rank]
-        if record.number >= len(others):
-            return None
-        other = others[record.number]
-        alike = other.op == record.op and other.samples and other.samples[0].shape == record.samples[0].shape
-        return other.samples[0].values if alike else None
-
-    def _matches(self, values: np.ndarray) -> bool:
-        """Whether the reference has all these values, each to more digits than two values share by chance."""
-        told = values[np.isfinite(values) & (np.abs(values) > 1e-12)]
-        if len(told) < min(2, len(values)):
-            return False
-        room = np.maximum(np.abs(told) * _RTOL, _ATOL)
-        first = np.searchsorted(self._values, told - room, side="left")
-        return bool((np.searchsorted(self._values, told + room, side="right") > first).all())
+                same = [self._at[k].get(place) for k in ranks]
+                if len(ranks) > 1 and all(same):
+                    yield (
+                        axes,
+                        self.numbers.total([self.numbers.read(s.samples[0].values) for s in same if s]),
+                    )
 
 
 def _scales(mesh: Mesh) -> tuple[float, ...]:

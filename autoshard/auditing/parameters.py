@@ -99,8 +99,13 @@ def updates(
             values, known = after[wrong[0]][part], ~np.isnan(after[wrong[0]][part])
             changed = bool((values[known] != elements.values[part][known]).any())
             alike.setdefault((changed, tuple(wrong)), []).append(name)
-    lines = tuple(dict.fromkeys(h.stepped for held in ranks for h in held if h.stepped))[:3]
+    lines = optimizer_lines(ranks)
     return [_update_finding(names, changed, wrong, lines) for (changed, wrong), names in alike.items()]
+
+
+def optimizer_lines(ranks: list[Parameters]) -> tuple[str, ...]:
+    """Where ranks call their optimizers."""
+    return tuple(dict.fromkeys(h.stepped for held in ranks for h in held if h.stepped))[:3]
 
 
 def _update_finding(

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from autoshard.auditing.checkpoint import clear, findings_of, loaded, parts_of
+from autoshard.auditing.buffers import CopiedBuffers, values_of
+from autoshard.auditing.checkpoint import Built, SavedStates, cleared, findings_of
 from autoshard.auditing.diagnose import diagnose
 from autoshard.auditing.endings import stops, unread
 from autoshard.auditing.field.prove import ExactSteps, residues_in
@@ -22,8 +23,8 @@ from autoshard.auditing.findings import AuditFinding, AuditReport, Proof
 from autoshard.auditing.rank_threads import RankEnd, RankThreads
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.rendezvous import Reduction, Rendezvous, reduced
-from autoshard.auditing.state import Elements, Parameters, make_distinct, restorer, same_values
-from autoshard.auditing.step import run_step
+from autoshard.auditing.state import Elements, make_distinct, restorer, same_values
+from autoshard.auditing.step import StepState, run_step
 from autoshard.cluster import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.targets import find_callable
@@ -134,17 +135,20 @@ class audit:
         """Run a rank's step on all ranks, in numbers."""
         size = self.mesh.world_size
         recorders = [Recorder() for _ in range(size)]
-        held: list[Parameters] = [[] for _ in range(size)]
+        left = [StepState() for _ in range(size)]
 
         def main(rank: int) -> None:
-            held[rank] = run_step(self._bound(function), self.elements, recorders[rank])
+            step, model = self._bound(function)
+            copied = CopiedBuffers(model) if model else None
+            left[rank] = run_step(step, self.elements, recorders[rank], copied)
 
         ends, messages = self._run(self.mesh, recorders, main)
         return diagnose(
             self.mesh,
             self.elements,
-            self._held,
-            held,
+            self._buffers,
+            self._left,
+            left,
             [self._recorder, *recorders],
             ends,
             messages,
@@ -157,52 +161,61 @@ class audit:
         Args:
             function: as of `rank`, which calls this where it finds no difference.
         """
+        proof = self._proved(function, keeps_records=False)
+        # what a difference comes from takes memory for every op: once there is one
+        return self._proved(function, keeps_records=True) if proof.names else proof
+
+    def _proved(self, function: Step, keeps_records: bool) -> Proof:
         exact = ExactSteps(self._seed)
         with residues_in(self._model, self._seed):
             elements = Elements.of(self._model)
-            model, recorder = copy.deepcopy(self._model), Recorder(keeps_records=False)
+            model = copy.deepcopy(self._model)
+            reference = Recorder(keeps_values=keeps_records, keeps_records=keeps_records)
             torch.manual_seed(self._seed)
-            exact.reference(lambda: (self._step or self._default_step)(model), elements, recorder)
-            recorders = [Recorder(keeps_records=False) for _ in range(self.mesh.world_size)]
+            exact.reference(lambda: (self._step or self._default_step)(model), elements, reference)
+            recorders = [Recorder(keeps_records=keeps_records) for _ in range(self.mesh.world_size)]
 
             def main(rank: int) -> None:
-                exact.rank(rank, self._bound(function), elements, recorders[rank])
+                exact.rank(rank, self._bound(function)[0], elements, recorders[rank])
 
             findings: list[AuditFinding] = []
             if not exact.errors:
                 ends, messages = self._run(self.mesh, recorders, main, elements, exact.functions.reduced)
                 findings = stops(ends, messages) or unread(messages)
-        return exact.proof(elements, findings)
+        return exact.proof(self.mesh, elements, [reference, *recorders], findings)
 
     def checkpoint(
         self,
-        build: Callable[[nn.Module], nn.Module],
-        save: Callable[[nn.Module, str], None],
-        load: Callable[[nn.Module, str], None],
+        build: Step,
+        save: Callable[..., None],
+        load: Callable[..., None],
         mesh: str | Mesh | None = None,
     ) -> AuditReport:
         """Save on all ranks, load on the ranks of another mesh, and compare every element with the reference.
 
         Args:
-            build: makes a rank's model of its copy of the reference.
-            save: ``save(model, folder)`` of a rank. The folder is all ranks'.
-            load: ``load(model, folder)`` into a model whose parameters have no values yet.
+            build: makes a rank's model of its copy of the reference; or ``(model, optimizer)``, whose states
+            are followed, too.
+            save: ``save(model, folder)`` or ``save(model, optimizer, folder)`` of a rank. The folder is all
+            ranks'.
+            load: the same, into a model and an optimizer without values.
             mesh: of the ranks that load; by default those that saved.
         """
         other = Mesh.parse(mesh) if isinstance(mesh, str) else mesh or self.mesh
         wrong: list[list[tuple[str, int, int]]] = [[] for _ in range(other.world_size)]
-        reports = []
+        reports, saved = [], SavedStates()
         with TemporaryDirectory() as folder:
 
             def saving(rank: int) -> None:
-                save(self._bound(build)(), folder)
+                built = self._built(build)
+                saved.fill(built, self.elements)
+                save(*built.arguments(), folder)
 
             def loading(rank: int) -> None:
-                model = self._bound(build)()
-                parts = parts_of(model, self.elements)
-                clear(parts)
-                load(model, folder)
-                wrong[rank] = loaded(parts, self.elements)
+                built = self._built(build)
+                parts = cleared(built, self.elements, saved)
+                load(*built.arguments(), folder)
+                wrong[rank] = [each for part in parts if (each := part.wrong())]
 
             for ranks, main in ((self.mesh, saving), (other, loading)):
                 recorders = [Recorder() for _ in range(ranks.world_size)]
@@ -215,12 +228,16 @@ class audit:
         self._reports.append(report)
         return report
 
-    def _bound(self, function: Step) -> Callable[[], Any]:
-        """A rank's function, with a copy of the reference if it takes one."""
+    def _built(self, build: Step) -> Built:
+        bound, model = self._bound(build)
+        return Built.of(bound(), model)
+
+    def _bound(self, function: Step) -> tuple[Callable[[], Any], nn.Module | None]:
+        """A rank's function, with a copy of the reference if it takes one, and the copy."""
         if not inspect.signature(function).parameters:
-            return function
+            return function, None
         model = copy.deepcopy(self._model)
-        return lambda: function(model)
+        return lambda: function(model), model
 
     def _run(
         self,
@@ -279,11 +296,11 @@ class audit:
         self.elements = Elements.of(self._model)
         self._recorder = Recorder(keeps_values=True)
         model = copy.deepcopy(self._model)
+        self._buffers = values_of(model)
         torch.manual_seed(self._seed)
+        step = self._step or self._default_step
         try:
-            self._held = run_step(
-                lambda: (self._step or self._default_step)(model), self.elements, self._recorder
-            )
+            self._left = run_step(lambda: step(model), self.elements, self._recorder, CopiedBuffers(model))
         except RuntimeError as error:
             if "dtype" not in str(error):
                 raise
@@ -292,7 +309,7 @@ class audit:
                 why=str(error).splitlines()[0],
                 hint="give float inputs with batch=, make them inside the audit, or call .double() on them",
             ) from error
-        if all(h.gradient is None for h in self._held):
+        if all(h.gradient is None for h in self._left.parameters):
             raise UsageError("the reference's step leaves no gradients", hint="it runs backward itself")
 
     def _default_step(self, model: nn.Module) -> None:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoshard.auditing.buffers import Buffer, CopiedBuffers
+from autoshard.auditing.locate import behind, lines_of
 from autoshard.auditing.recording import Recorder, Recording, run
 from autoshard.auditing.state import (
     HALF,
@@ -42,6 +44,7 @@ class StepWatch:
     optimizer_line: str = ""
     read: dict[int, tuple[torch.Tensor, RankParameter]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
+    called: dict[int, nn.Module] = field(default_factory=dict)
     _seen: dict[int, nn.Module] = field(default_factory=dict)
     _thread: int = field(default_factory=get_ident)
 
@@ -78,8 +81,25 @@ class StepWatch:
                 for p, held in self.parameters.values()
             ]
 
+    def buffers(self, copied: CopiedBuffers) -> dict[str, Buffer]:
+        """What the rank has of the reference's buffers, where it called the module or wrote to them."""
+        with self.recorder.pause():
+            return {
+                name: Buffer(array(x), self._written(x))
+                for module in {**copied.modules, **self.called}.values()
+                for name, _, x in copied.of(module)
+                if id(module) in self.called or self.recorder.writer(x) is not None
+            }
+
+    def _written(self, buffer: torch.Tensor) -> tuple[str, ...]:
+        writer, records = self.recorder.writer(buffer), self.recorder.records
+        return () if writer is None else lines_of([records[writer], *behind(records, records[writer])])
+
     def _called(self, module: nn.Module, _: Any) -> None:
-        if get_ident() != self._thread or id(module) in self._seen:
+        if get_ident() != self._thread:
+            return
+        self.called[id(module)] = module
+        if id(module) in self._seen:
             return
         with self.recorder.pause():
             for name, child in module.named_modules():
@@ -141,14 +161,23 @@ def _gradient(p: torch.Tensor) -> torch.Tensor | None:
     return getattr(p, "main_grad", None) if p.grad is None else p.grad
 
 
+@dataclass(frozen=True)
+class StepState:
+    """What a step leaves, of the reference or of a rank. buffers: by their names in the reference."""
+
+    parameters: Parameters = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+
+
 def run_step(
     step: Callable[[], Any],
     elements: Elements,
     recorder: Recorder,
+    copied: CopiedBuffers | None = None,
     mode: AbstractContextManager[Any] | None = None,
-) -> Parameters:
-    """Run a step of this thread, its ops by a dispatch mode. Returns its parameters as it left them."""
+) -> StepState:
+    """Run a step of this thread, its ops by a dispatch mode. copied: of the model that it is given."""
     watch = StepWatch(elements, recorder)
     with mode or nullcontext(), watch.watching():
         run(step)
-    return watch.result()
+    return StepState(watch.result(), watch.buffers(copied) if copied else {})

@@ -11,6 +11,7 @@ from case import Case
 from cases_data import Enter, Leave, axes
 from cases_tensor import HIDDEN, LABELS, TOKENS, WORDS, rank_chunk
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 EXPERTS, CHOSEN, BALANCE = 4, 2, 0.1
 
@@ -140,6 +141,49 @@ def replicated_tokens(model: Mixture, fault: str) -> None:
     dist.all_reduce(model.router.weight.grad)
 
 
+class Biased(Mixture):
+    """Experts are balanced by a bias on their choice, which follows counts of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+        self.register_buffer("tokens", torch.zeros(EXPERTS))
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = self.router(x).softmax(-1)
+        chosen = (probabilities + self.bias).topk(CHOSEN)[1]
+        self.tokens += torch.bincount(chosen.flatten(), minlength=EXPERTS)  # fault: counted in recomputation
+        gates = torch.zeros_like(probabilities).scatter(1, chosen, probabilities.gather(1, chosen))
+        return sum(gates[:, k : k + 1] * expert(x) for k, expert in enumerate(self.experts))
+
+    def follow(self) -> None:
+        offset = self.tokens.mean() - self.tokens  # fault: bias by local counts
+        self.bias += 0.01 * offset.sign()  # fault: bias by local counts
+
+
+def balanced(model: Biased) -> None:
+    x = model.words(TOKENS).flatten(0, 1)
+    F.cross_entropy(model.head(x + model.mixed(x)), LABELS.flatten()).backward()
+    model.follow()
+
+
+def balanced_ranks(model: Biased, fault: str) -> None:
+    """Data parallel; the mixture is recomputed in backward."""
+    x = model.words(rank_chunk(TOKENS)).flatten(0, 1)
+    before = model.tokens.clone()
+    mixed = checkpoint(model.mixed, x, use_reentrant=False)
+    once = model.tokens.clone()
+    F.cross_entropy(model.head(x + mixed), rank_chunk(LABELS).flatten()).backward()
+    if fault != "counted in recomputation":
+        model.tokens.copy_(once)
+    if fault != "bias by local counts":
+        dist.all_reduce(model.tokens.sub_(before))
+        model.tokens.add_(before)
+    model.follow()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+
+
 class GatherTokens(torch.autograd.Function):
     """Tokens of all ranks; backward adds up over the ranks, or takes this rank's part."""
 
@@ -265,6 +309,8 @@ CASES = [
     Case("balance by local counts", "", "dp=2,ep=2", Mixture, one_device, expert_parallel),
     Case("weights of this rank's experts", "", "ep=2", Mixture, one_device, replicated_tokens),
     Case("balance loss of every rank", "", "tp=2", Mixture, one_device, replicated_tokens),
+    Case("bias by local counts", "", "dp=2", Biased, balanced, balanced_ranks, kind="buffer", word="bias"),
+    Case("counted in recomputation", "", "dp=2", Biased, balanced, balanced_ranks, "buffer", "2 times"),
     Case(
         "balance loss doubled in backward", "Megatron-LM #7452", "tp=2", Mixture, one_device, split_sequence
     ),

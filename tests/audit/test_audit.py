@@ -14,7 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -268,9 +273,101 @@ def test_checkpoints_are_followed_to_another_mesh() -> None:
         assert audit.checkpoint(sharded, saved_by_name, loaded_by_name, "fsdp=4").ok
         assert audit.checkpoint(sharded, saved_by_rank, loaded_by_rank).ok
         report = audit.checkpoint(sharded, saved_by_rank, loaded_by_rank, "fsdp=4")
-    finding = next(f for f in report.findings if f.names == ("head.weight",))
-    assert finding.ranks == (1, 2, 3)
-    assert "32 of 32 elements on rank 1" in finding.what
+    (finding,) = report.findings
+    assert "head.weight" in finding.names and finding.ranks == (1, 2, 3)
+    assert "none of the values that were saved once fsdp=4" in finding.what
+
+
+class Normed(nn.Module):
+    """With running statistics, that are saved, and a table, that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.up(x)) * self.table).square().mean()
+
+
+ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+
+
+def with_adam(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def saved_all(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    states = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
+
+
+def loaded_all(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+def loaded_model(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    states = {"model": get_model_state_dict(model)}
+    dcp.load(states, checkpoint_id=folder)
+    set_model_state_dict(model, states["model"])
+
+
+def loaded_exchanged(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    loaded_all(model, optimizer, folder)
+    for state in optimizer.state.values():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+        state["step"].zero_()
+    model.norm.running_mean.zero_()
+
+
+def test_states_of_optimizers_and_buffers_are_followed() -> None:
+    with autoshard.audit(Normed(), "fsdp=2", batch=(ROWS,)) as audit:
+        assert audit.checkpoint(with_adam, saved_all, loaded_all, "fsdp=4").ok, audit.report()
+        lost = audit.checkpoint(with_adam, saved_all, loaded_model)
+        wrong = audit.checkpoint(with_adam, saved_all, loaded_exchanged)
+        nothing = audit.checkpoint(lambda model: None, saved_all, loaded_all)
+    assert "build returns no model" in nothing.findings[0].what
+    states = {f"{key} of {name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in NORMED}
+    assert {name for finding in lost.findings for name in finding.names} == states
+    names = {name for finding in wrong.findings for name in finding.names}
+    assert names == states | {"norm.running_mean"}
+
+
+NORMED = ("up.weight", "up.bias", "norm.weight", "norm.bias")
+
+
+def counted(model: nn.Module) -> None:
+    """The bias of a router follows counts of tokens."""
+    model.norm.eval()
+    model(ROWS).backward()
+    model.norm.running_mean += (model.up(ROWS) > 0).sum(0) * 0.01
+
+
+def test_buffers_after_the_step_are_the_references() -> None:
+    def rank(model: nn.Module, summed: bool, times: int = 1) -> None:
+        model.norm.eval()
+        rows = ROWS.chunk(2)[dist.get_rank()]
+        (model(rows) / 2).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        count = (model.up(rows) > 0).sum(0) * 1.0
+        if summed:
+            dist.all_reduce(count)
+        model.norm.running_mean += count * 0.01 * times
+
+    with autoshard.audit(Normed(), "dp=2", step=counted) as audit:
+        right, local = (
+            audit.rank(lambda model: rank(model, True)),
+            audit.rank(lambda model: rank(model, False)),
+        )
+        twice = audit.rank(lambda model: rank(model, True, 2))
+    assert right.ok and not right.notes, right.text()
+    assert "norm.running_mean has a part of the reference's on each rank" in local.notes[0]
+    assert twice.findings[0].kind == "buffer" and twice.findings[0].factor == pytest.approx(2)
+    assert "test_audit.py" in twice.findings[0].lines[0]
 
 
 def test_the_example_prints_what_the_guide_shows() -> None:

@@ -17,14 +17,27 @@ import numpy as np
 import torch
 from torch import nn
 
+from autoshard.auditing.evidence import Evidence
 from autoshard.auditing.field.functions import Functions
 from autoshard.auditing.field.mode import FieldMode
-from autoshard.auditing.field.residues import COUNTS, InexactError, P, random_residues, residues
+from autoshard.auditing.field.residues import (
+    COUNTS,
+    InexactError,
+    P,
+    product,
+    random_residues,
+    reduced,
+    residue,
+    residues,
+)
 from autoshard.auditing.findings import AuditFinding, Proof
-from autoshard.auditing.parameters import held_elements, optimizer_elements, spread
+from autoshard.auditing.gradients import GradientDifference
+from autoshard.auditing.known import Numbers, ReferenceValues
+from autoshard.auditing.parameters import held_elements, optimizer_elements, optimizer_lines, spread
 from autoshard.auditing.recording import Recorder
 from autoshard.auditing.state import Elements, Parameters, add_partials
 from autoshard.auditing.step import run_step
+from autoshard.cluster import Mesh
 
 
 @contextmanager
@@ -60,7 +73,7 @@ class ExactSteps:
         """Run the reference's step."""
         mode = FieldMode(self.functions, recorder)
         try:
-            self._reference = run_step(step, elements, recorder, mode)
+            self._reference = run_step(step, elements, recorder, mode=mode).parameters
         except Exception as error:
             self.errors.append(mode.error or InexactError(f"the second run raised {_first_line(error)}"))
 
@@ -68,43 +81,105 @@ class ExactSteps:
         """Run a rank's step, in its thread."""
         mode = FieldMode(self.functions, recorder)
         try:
-            self._ranks[rank] = run_step(step, elements, recorder, mode)
+            self._ranks[rank] = run_step(step, elements, recorder, mode=mode).parameters
         finally:
             if mode.error is not None:
                 self.errors.append(mode.error)
 
-    def proof(self, elements: Elements, findings: Sequence[AuditFinding]) -> Proof:
-        """What has been proved. findings: why ranks did not come to their end, and messages that are left."""
+    def proof(
+        self,
+        mesh: Mesh,
+        elements: Elements,
+        recorders: Sequence[Recorder],
+        findings: Sequence[AuditFinding],
+    ) -> Proof:
+        """What has been proved.
+
+        recorders: of the reference, then of the ranks; if they kept records, lines are named. findings: why
+        ranks did not come to their end, and messages that are left.
+        """
         if self.errors:
             error = self.errors[0]
             return Proof(why=f"{error.what} ({error.line})" if error.line else error.what)
         if findings:
             return Proof(why=f"in the second run {findings[0].what}")
-        return self._compared(elements)
-
-    def _compared(self, elements: Elements) -> Proof:
         infinite = [h.name for h in self._reference if not (_finite(h.gradient) and _finite(h.after))]
         if infinite:
             return Proof(why=f"the gradient of {infinite[0]} is infinite in exact arithmetic")
-        total = len(elements.values)
         ranks = add_partials([self._ranks[k] for k in sorted(self._ranks)])
-        sharded = optimizer_elements(ranks, total)
         count = 0
-        for name, what in (("gradient", "gradient"), ("after", "value after the step")):
-            wanted = _exact(spread(self._reference, total, name))
-            for rank, held in enumerate(ranks):
-                have = _exact(spread(held, total, name))
-                lacks = held_elements(held, total) & ~sharded & np.isnan(have) & (wanted != 0)
-                other = ~np.isnan(have) & (have != wanted)
-                if name == "after":  # of parameters without memory nothing is known
-                    lacks &= not all(_finite(each.after) for each in held)
-                differ = ~np.isnan(wanted) & (other | lacks)
-                if differ.any():
-                    names = [elements.names[k] for k in elements.parameters_of(np.flatnonzero(differ))]
-                    named = ", ".join(names[:2]) + (" and so on" if len(names) > 2 else "")
-                    return Proof(why=f"the {what} of {named} on rank {rank} is another formula")
-                count += int((~np.isnan(wanted) & ~np.isnan(have)).sum())
+        for values in ("gradient", "after"):
+            compared, differ = self._compared(elements, ranks, values)
+            if differ:
+                return _difference(mesh, elements, ranks, recorders, values, differ)
+            count += compared
         return Proof(count) if count else Proof(why="ranks have no values of the reference")
+
+    def _compared(
+        self, elements: Elements, ranks: list[Parameters], values: str
+    ) -> tuple[int, dict[int, np.ndarray]]:
+        """How many elements are the reference's, and which are not, by rank."""
+        total = len(elements.values)
+        sharded = optimizer_elements(ranks, total)
+        wanted = _exact(spread(self._reference, total, values))
+        count, wrong = 0, {}
+        for rank, held in enumerate(ranks):
+            have = _exact(spread(held, total, values))
+            lacks = held_elements(held, total) & ~sharded & np.isnan(have) & (wanted != 0)
+            if values == "after":  # of parameters without memory nothing is known
+                lacks &= not all(_finite(each.after) for each in held)
+            differ = ~np.isnan(wanted) & (~np.isnan(have) & (have != wanted) | lacks)
+            if differ.any():
+                wrong[rank] = np.flatnonzero(differ)
+            count += int((~np.isnan(wanted) & ~np.isnan(have)).sum())
+        return count, wrong
+
+
+def _difference(
+    mesh: Mesh,
+    elements: Elements,
+    ranks: list[Parameters],
+    recorders: Sequence[Recorder],
+    values: str,
+    differ: dict[int, np.ndarray],
+) -> Proof:
+    """differ: elements that are other formulas, by rank."""
+    wrong = sorted({k for some in differ.values() for k in elements.parameters_of(some)})
+    names = tuple(elements.names[k] for k in wrong)
+    told = ", ".join(names[:2]) + (" and so on" if len(names) > 2 else "")
+    where = f"rank{'s' if len(differ) > 1 else ''} {', '.join(map(str, differ))}"
+    if values == "after":
+        why = f"the value after the step of {told} on {where} is another formula"
+        return Proof(0, why, names, optimizer_lines(ranks))
+    lines: tuple[str, ...] = ()
+    if recorders[0].keeps_records:
+        known = ReferenceValues.of(mesh, elements, recorders[0], recorders[1:], Residues())
+        right = frozenset(range(len(elements.names))).difference(wrong)
+        evidence = Evidence(mesh, elements, ranks, recorders[1:], known, right)
+        lines = evidence.suspicion(GradientDifference("other", tuple(differ), 0.0), wrong).lines
+    return Proof(0, f"the gradient of {told} on {where} is another formula", names, lines)
+
+
+class Residues(Numbers):
+    """How residues are compared: exactly."""
+
+    def read(self, values: np.ndarray) -> np.ndarray:
+        """Residues that values stand for."""
+        return _exact(values)
+
+    def total(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Their sum."""
+        return reduced(torch.from_numpy(super().total(parts))).numpy()
+
+    def times(self, values: np.ndarray, scale: float) -> np.ndarray:
+        """Values scaled."""
+        return product(torch.from_numpy(values), torch.tensor(residue(scale), dtype=torch.float64)).numpy()
+
+    def among(self, values: np.ndarray, known: np.ndarray) -> bool:
+        """Whether all are known (sorted) and some are no counts, which are equal by chance."""
+        told = values[np.isfinite(values)]
+        first = np.searchsorted(known, told).clip(max=max(len(known) - 1, 0))
+        return bool(len(known)) and bool((told >= COUNTS).any()) and bool((known[first] == told).all())
 
 
 def _finite(values: np.ndarray | None) -> bool:
