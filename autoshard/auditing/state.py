@@ -41,9 +41,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """A rank's values in float64, one dim."""
+    """A rank's values in float64, one dim; of complex numbers both parts."""
+    mine = local(tensor)
+    mine = torch.view_as_real(mine.resolve_conj()) if mine.is_complex() else mine
     # a copy first: memory that numpy sees can no longer be resized, which FSDP does
-    values: np.ndarray = local(tensor).to(torch.float64, copy=True).reshape(-1).numpy(force=True)
+    values: np.ndarray = mine.to(torch.float64, copy=True).reshape(-1).numpy(force=True)
     return values
 
 

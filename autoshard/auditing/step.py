@@ -46,6 +46,7 @@ class StepWatch:
     taken: set[int] = field(default_factory=set)
     called: dict[int, nn.Module] = field(default_factory=dict)
     _seen: dict[int, nn.Module] = field(default_factory=dict)
+    _slots: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
     _thread: int = field(default_factory=get_ident)
 
     @contextmanager
@@ -65,6 +66,7 @@ class StepWatch:
     def result(self) -> Parameters:
         """What the rank has at the end of its step."""
         with self.recorder.pause():
+            self._replace_gathered()
             self._add_used()
             self._take([p for p, _ in self.parameters.values() if id(p) not in self.taken])
             called = [h.elements for _, h in self.parameters.values() if h.in_module]
@@ -108,15 +110,30 @@ class StepWatch:
                 self._seen[id(child)] = child
                 for key, p in child.named_parameters(recurse=False):
                     if id(p) not in self.parameters:
-                        full = f"{name}.{key}" if name else key
-                        made = self.recorder.writer(local(p))
-                        held = RankParameter(full, self.elements.held(p), p.requires_grad, made=made)
-                        self.parameters[id(p)] = (p, held)
+                        self._add(child, key, f"{name}.{key}" if name else key)
+
+    def _add(self, module: nn.Module, key: str, name: str) -> None:
+        p = module._parameters[key]
+        assert p is not None
+        made = self.recorder.writer(local(p))
+        held = RankParameter(name, self.elements.held(p), p.requires_grad, made=made)
+        self.parameters[id(p)] = (p, held)
+        self._slots[id(p)] = (module, key)
+
+    def _replace_gathered(self) -> None:
+        """Put shards in place of what `FSDPModule.unshard` gathered ahead of the first call."""
+        for number, (module, key) in list(self._slots.items()):
+            p, held = self.parameters[number]
+            now = module._parameters.get(key)
+            if now is not None and now is not p and id(now) not in self.parameters and _gradient(p) is None:
+                del self.parameters[number], self._slots[number]
+                self._add(module, key, held.name)
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if get_ident() == self._thread:
             self.optimizer_line = self.optimizer_line or str(self.recorder.line(outer=True))
             with self.recorder.pause():
+                self._replace_gathered()
                 self._add_used()
                 self._take([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -141,8 +158,8 @@ class StepWatch:
 
     def _take(self, parameters: list[torch.Tensor]) -> None:
         for p in parameters:
-            if id(p) in self.taken:
-                continue
+            if id(p) in self.taken or not (has_memory(p) or _gradient(p) is not None):
+                continue  # an optimizer made of gathered parameters has what FSDP frees
             if id(p) not in self.parameters:
                 self._shard(p)
             self.taken.add(id(p))

@@ -1,4 +1,4 @@
-"""Ops as smaller ops, as torch has them for compilers. Tried on torch 2.11 to 2.13."""
+"""Ops as smaller ops, as torch has them for compilers. Tried on torch 2.13."""
 
 from __future__ import annotations
 
@@ -17,4 +17,6 @@ def decomposition_of(packet: Any, overload: Any) -> Callable[..., Any] | None:
         found = getattr(packet, name, None)
         if found in decomposition_table:
             return decomposition_table[found]
+        if found is not None and found._can_decompose():
+            return found.decompose
     return None

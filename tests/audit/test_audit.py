@@ -323,6 +323,26 @@ def loaded_exchanged(model: nn.Module, optimizer: torch.optim.Optimizer, folder:
     model.norm.running_mean.zero_()
 
 
+def test_parameters_gathered_ahead_of_the_first_call_are_shards() -> None:
+    def rank(model: nn.Module, early: bool) -> None:
+        model = fully_shard(model)
+        optimizer = None if early else torch.optim.SGD(model.parameters(), lr=0.1)
+        model.unshard()
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)  # of what FSDP frees
+        model(nets.TOKENS.chunk(2)[dist.get_rank()], nets.LABELS.chunk(2)[dist.get_rank()]).backward()
+        optimizer.step()
+
+    def step(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        nets.one_device(model)
+        optimizer.step()
+
+    with autoshard.audit(nets.Net(), "fsdp=2", step=step) as audit:
+        sound, late = audit.rank(lambda m: rank(m, False)), audit.rank(lambda m: rank(m, True))
+    assert sound.ok and not sound.proof.why, sound.text()
+    assert "not changed by the step" in late.findings[0].what
+
+
 def test_states_of_optimizers_and_buffers_are_followed() -> None:
     with autoshard.audit(Normed(), "fsdp=2", batch=(ROWS,)) as audit:
         assert audit.checkpoint(with_adam, saved_all, loaded_all, "fsdp=4").ok, audit.report()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_audit_cases import CASES
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
 from autoshard.auditing.field.functions import Functions
@@ -96,6 +97,14 @@ def powers(x: torch.Tensor) -> torch.Tensor:
     return (x - x.amax(-1, keepdim=True)).exp()
 
 
+def attention(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """By small ops."""
+    qkv = [x.view(1, 1, 4, 6) for _ in range(3)]
+    with sdpa_kernel(SDPBackend.MATH):
+        mask = None if mask is None else ~mask
+        return F.scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=mask is None)
+
+
 LAWS = {
     "means": (lambda x: x.mean(-1) * 4, lambda x: x.sum(-1) * (4 / 6)),
     "softmax": (lambda x: x.softmax(-1), lambda x: powers(x) / powers(x).sum(-1, keepdim=True)),
@@ -116,6 +125,7 @@ LAWS = {
         lambda x: F.scaled_dot_product_attention(*(x.view(1, 1, 4, 6) for _ in range(3)), is_causal=True),
         lambda x: (((x @ x.T) * 6**-0.5).masked_fill(LATER, -torch.inf).softmax(-1) @ x).view(1, 1, 4, 6),
     ),
+    "attention with a mask": (lambda x: attention(x, LATER), lambda x: attention(x, None)),
     "optimizers": (
         lambda x: torch.lerp(x, x * x, 0.1), lambda x: x * 0.9 + x.square() / 10,
     ),
