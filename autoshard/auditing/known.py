@@ -72,18 +72,19 @@ class Numbers:
         result: np.ndarray = np.sum(parts, axis=0)
         return result
 
-    def times(self, values: np.ndarray, scale: float) -> np.ndarray:
-        """Values scaled."""
-        return values * scale
+    def times(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Values by each scale; [scales, values]."""
+        result: np.ndarray = np.multiply.outer(scales, values)
+        return result
 
-    def among(self, values: np.ndarray, known: np.ndarray) -> bool:
-        """Whether all are known (sorted), each to more digits than two values share by chance."""
-        told = values[np.isfinite(values) & (np.abs(values) > 1e-12)]
-        if len(told) < min(2, len(values)):
-            return False
-        room = np.maximum(np.abs(told) * _RTOL, _ATOL)
-        first = np.searchsorted(known, told - room, side="left")
-        return bool((np.searchsorted(known, told + room, side="right") > first).all())
+    def among(self, values: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Of each row, whether all are known (sorted), each to more digits than two share by chance."""
+        told = np.isfinite(values) & (np.abs(values) > 1e-12)
+        room = np.maximum(np.abs(values) * _RTOL, _ATOL)
+        first = np.searchsorted(known, values - room, side="left")
+        there = np.searchsorted(known, values + room, side="right") > first
+        result: np.ndarray = (there | ~told).all(1) & (told.sum(1) >= min(2, values.shape[1]))
+        return result
 
 
 @dataclass
@@ -92,7 +93,7 @@ class ReferenceValues:
 
     mesh: Mesh
     records: Sequence[Sequence[OpRecord]]
-    scales: tuple[float, ...]
+    scales: np.ndarray
     numbers: Numbers
     _values: np.ndarray
     _memo: dict[tuple[int, int], Form | None] = field(default_factory=dict)
@@ -140,9 +141,9 @@ class ReferenceValues:
         scales = self.scales if len(values) > 1 else self.scales[:1]
         with np.errstate(over="ignore", invalid="ignore"):
             for axes, total in ((), values), *self._sums(rank, record):
-                for scale in scales:
-                    if self.numbers.among(self.numbers.times(total, scale), self._values):
-                        return Form(scale, axes)
+                fits = self.numbers.among(self.numbers.times(total, scales), self._values)
+                if fits.any():
+                    return Form(float(scales[fits.argmax()]), axes)
         return None
 
     def _sums(self, rank: int, record: OpRecord) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
@@ -159,10 +160,10 @@ class ReferenceValues:
                     )
 
 
-def _scales(mesh: Mesh) -> tuple[float, ...]:
+def _scales(mesh: Mesh) -> np.ndarray:
     """What programs scale gradients by, the likeliest first."""
     sizes = [n for n in mesh.sizes if n > 1]
     products = {prod(some) for count in range(len(sizes) + 1) for some in combinations(sizes, count)}
     both = [{float(f) for f in each} | {1 / f for f in each} for each in (products, {1, *_COUNTS})]
     every = sorted({a * b for a in both[0] for b in both[1]}, key=lambda f: abs(np.log(f)))
-    return tuple(float(f) for f in every)
+    return np.array(every)

@@ -183,16 +183,17 @@ class Recorder:
 
 
 class Recording(TorchDispatchMode):
-    """Records what runs inside it. read: told of every parameter that an op takes."""
+    """Records what runs inside it. read: told of every parameter that an op takes, and of tensors that could
+    be one."""
 
-    def __init__(self, recorder: Recorder, read: Callable[[torch.nn.Parameter], None]) -> None:
+    def __init__(self, recorder: Recorder, read: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self.recorder, self.read = recorder, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [] if self.recorder.paused else tensors((args, kwargs))
         for x in inputs:
-            if isinstance(x, torch.nn.Parameter):
+            if isinstance(x, torch.nn.Parameter) or (x.requires_grad and x.is_leaf and not x._is_view()):
                 self.read(x)
         if are_wrapped(types):
             return NotImplemented  # a DTensor comes back as the ops of its shard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -62,6 +62,33 @@ Reduction: TypeAlias = "Callable[[list[torch.Tensor], str], torch.Tensor]"
 
 
 @dataclass
+class Mailbox:
+    """The messages from one rank to another. messages: not taken, by number, with the line of the sender."""
+
+    messages: dict[int, tuple[torch.Tensor, CodeLine]] = field(default_factory=dict)
+    _sent: int = 0
+    _asked: int = 0
+
+    def add(self, message: torch.Tensor, line: CodeLine) -> None:
+        """One more."""
+        self.messages[self._sent] = message, line
+        self._sent += 1
+
+    def turn(self) -> int:
+        """The number of the message that the next receive gets."""
+        self._asked += 1
+        return self._asked - 1
+
+    def has(self, number: int | None) -> bool:
+        """Whether a message is there; None: one that no receive has asked for yet."""
+        return self._sent > (self._asked if number is None else number)
+
+    def take(self, number: int) -> tuple[torch.Tensor, CodeLine]:
+        """A message that is there."""
+        return self.messages.pop(number)
+
+
+@dataclass
 class Rendezvous:
     """Carries the messages of all ranks (a `torch_adapters.threaded_groups.Exchange`).
 
@@ -73,9 +100,7 @@ class Rendezvous:
     reduction: Reduction
     _meetings: dict[tuple[Any, int], Meeting] = field(default_factory=dict)
     _counts: dict[tuple[Any, int], int] = field(default_factory=lambda: defaultdict(int))
-    _mail: dict[tuple[Any, int, int, int], deque[tuple[torch.Tensor, CodeLine]]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )
+    _mail: dict[tuple[Any, int, int, int], Mailbox] = field(default_factory=lambda: defaultdict(Mailbox))
 
     def collective(
         self,
@@ -134,26 +159,29 @@ class Rendezvous:
         recorder = self.recorders[current_rank()]
         line = recorder.line(outer=True)
         with recorder.pause():
-            self._mail[(group.ranks, group.position, to, tag)].append((tensor.detach().clone(), line))
+            self._mail[(group.ranks, group.position, to, tag)].add(tensor.detach().clone(), line)
         recorder.collective("send", line, [tensor], [], ranks=(group.ranks[to],))
         return lambda: None
 
     def receive(
         self, group: ThreadedGroup, tensor: torch.Tensor, source: int | None, tag: int
     ) -> Callable[[], None]:
-        """Take the next message of a rank, or of any."""
+        """Take the next message of a rank, or of any: the first receive the first message, in whatever order
+        they are waited for."""
         recorder, sources = self.recorders[current_rank()], _sources(group, source)
         line = recorder.line(outer=True)
         done: list[bool] = []
         boxes = [self._mail[(group.ranks, k, group.position, tag)] for k in sources]
+        turn = boxes[0].turn() if len(boxes) == 1 else None
 
         def wait() -> None:
             if done:
                 return
             names = ", ".join(str(group.ranks[k]) for k in sources)
             what = f"a message from rank {names}" + (f" with tag {tag}" if tag else "")
-            self.threads.wait(Waiting(lambda: any(boxes), what, str(line)))
-            message, sender_line = next(box for box in boxes if box).popleft()
+            self.threads.wait(Waiting(lambda: any(box.has(turn) for box in boxes), what, str(line)))
+            box = next(box for box in boxes if box.has(turn))
+            message, sender_line = box.take(box.turn() if turn is None else turn)
             done.append(True)
             if message.numel() != tensor.numel() or message.dtype != tensor.dtype:
                 me = current_rank()
@@ -173,7 +201,7 @@ class Rendezvous:
         return [
             (ranks[source], ranks[to], str(line))
             for (ranks, source, to, _), box in self._mail.items()
-            for _, line in box
+            for _, line in box.messages.values()
         ]
 
     def unfinished(self) -> list[tuple[Meeting, list[int]]]:

@@ -137,7 +137,7 @@ class StepWatch:
                 self._add_used()
                 self._take([p for group in optimizer.param_groups for p in group["params"]])
 
-    def _read(self, p: nn.Parameter) -> None:
+    def _read(self, p: torch.Tensor) -> None:
         """What it holds, before a step changes it."""
         known = id(p) in self.parameters or id(p) in self.read
         if not known and p.device.type != "meta" and p.dtype not in HALF:  # FSDP gathers copies of 16 bits
@@ -146,9 +146,12 @@ class StepWatch:
                 self.read[id(p)] = (p, held)
 
     def _add_used(self) -> None:
-        """Parameters that have gradients though no module of theirs was called."""
+        """Parameters that have gradients, or are frozen, though no module of theirs was called."""
         for key, (p, held) in self.read.items():
-            if key not in self.parameters and _gradient(p) is not None and has_memory(p):
+            counts = _gradient(p) is not None or (not held.trained and (held.elements >= 0).any())
+            if key not in self.parameters and counts and has_memory(p):
+                if local(p).numel() != len(held.elements):  # it was gathered, as FSDP's flat ones are
+                    held = replace(held, elements=self.elements.held(p))
                 self.parameters[key] = (p, held)
 
     def _shard(self, p: torch.Tensor) -> None:

@@ -22,7 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
@@ -321,6 +326,88 @@ def loaded_exchanged(model: nn.Module, optimizer: torch.optim.Optimizer, folder:
         state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
         state["step"].zero_()
     model.norm.running_mean.zero_()
+
+
+class Frozen(nn.Module):
+    """A frozen linear beside one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed, self.trained = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+        self.fixed.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.fixed(x) * self.trained(x)).square().mean()
+
+
+def test_weights_that_are_cut_by_hand_are_the_references() -> None:
+    def rank(model: Frozen, whole: bool) -> None:
+        part = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
+        fixed = nn.Parameter(model.fixed.weight.detach()[part].clone(), requires_grad=False)
+        trained = model.trained.weight.detach()[part].clone().requires_grad_()  # no parameter
+        out = F.linear(ROWS, fixed) * F.linear(ROWS, trained)
+        (out.square().mean() / (1 if whole else 2)).backward()
+
+    with autoshard.audit(Frozen(), "tp=2", batch=(ROWS,)) as audit:
+        sound, wrong = audit.rank(lambda m: rank(m, False)), audit.rank(lambda m: rank(m, True))
+    assert sound.ok and not sound.proof.why, sound.text()
+    assert wrong.findings[0].names == ("trained.weight",) and wrong.findings[0].factor == pytest.approx(2)
+
+
+def test_receives_take_messages_in_the_order_of_their_calls() -> None:
+    def rank(model: nn.Module, swapped: bool) -> None:
+        halves = [torch.empty(2, 6, dtype=torch.long) for _ in range(2)]
+        if dist.get_rank() == 0:
+            for part in nets.TOKENS.chunk(2):
+                dist.send(part.contiguous(), 1)
+            tokens = nets.TOKENS
+        else:
+            first, second = (dist.irecv(half, 0) for half in (reversed(halves) if swapped else halves))
+            second.wait()
+            first.wait()
+            tokens = torch.cat(halves)
+        model(tokens, nets.LABELS).backward()
+
+    with autoshard.audit(nets.Net(), "pp=2", step=nets.one_device) as audit:
+        assert audit.rank(lambda m: rank(m, False)).ok
+        assert audit.rank(lambda m: rank(m, True)).findings[0].ranks == (1,)
+
+
+class Quarter(nn.Module):
+    """A stage."""
+
+    def __init__(self, model: nets.Net, number: int) -> None:
+        super().__init__()
+        self.words = model.words if number == 0 else None
+        self.layer = model.layers[number] if number < 2 else None
+        self.head = model.head if number == 3 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x) if self.words is not None else x
+        if self.layer is not None:
+            x = x + self.layer.down(F.gelu(self.layer.up(self.layer.norm(x))))
+        return x.tanh() if self.head is None else self.head(x)
+
+
+@pytest.mark.parametrize("kind", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
+def test_zero_bubble_schedules_are_sound(kind: type) -> None:
+    def step(model: nets.Net) -> None:
+        x = nets.TOKENS
+        for number in range(4):
+            x = Quarter(model, number)(x)
+        F.cross_entropy(x.flatten(0, 1), nets.LABELS.flatten()).backward()
+
+    def rank(model: nets.Net) -> None:
+        me, folded = dist.get_rank(), kind is ScheduleZBVZeroBubble
+        numbers = (me, 3 - me) if folded else (me, me + 2)
+        stages = [PipelineStage(Quarter(model, k), k, 4, torch.device("cpu")) for k in numbers]
+        schedule = kind(stages, 4, loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+        target = {"target": nets.LABELS} if 3 in numbers else {}
+        schedule.step(*((nets.TOKENS,) if me == 0 else ()), **target)
+
+    with autoshard.audit(nets.Net(), "pp=2", step=step) as audit:
+        report = audit.rank(rank)
+    assert report.ok and not report.proof.why, report.text()
 
 
 def test_parameters_gathered_ahead_of_the_first_call_are_shards() -> None:

@@ -97,6 +97,40 @@ def powers(x: torch.Tensor) -> torch.Tensor:
     return (x - x.amax(-1, keepdim=True)).exp()
 
 
+def online(x: torch.Tensor) -> torch.Tensor:
+    """Softmax by parts, each with its largest element."""
+    top, powers = x[:, :2].amax(-1, keepdim=True), []
+    for part in x.split(2, -1):
+        before, top = top, torch.maximum(top, part.amax(-1, keepdim=True))
+        powers = [p * (before - top).exp() for p in powers] + [(part - top).exp()]
+    return torch.cat(powers, -1) / torch.cat(powers, -1).sum(-1, keepdim=True)
+
+
+def by_logarithms(x: torch.Tensor) -> torch.Tensor:
+    """Attention by parts, merged as in torch's context parallelism."""
+    out = logs = None
+    for part, values in zip(x.split(2, -1), x.T.split(2, 0), strict=True):
+        here, these = part.softmax(-1) @ values, part.logsumexp(-1, keepdim=True)
+        if out is None:
+            out, logs = here, these
+        else:
+            out = out - torch.sigmoid(these - logs) * (out - here)
+            logs = logs - F.logsigmoid(logs - these)
+    return out
+
+
+def grouped(x: torch.Tensor) -> torch.Tensor:
+    """Attention of four heads of queries with two of keys and values, by torch's kernel."""
+    q = x.view(1, 4, 3, 2)
+    return F.scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True)
+
+
+def by_heads(x: torch.Tensor) -> torch.Tensor:
+    """That, by small ops."""
+    q, k = x.view(1, 4, 3, 2), x.view(1, 4, 3, 2)[:, :2].repeat_interleave(2, 1)
+    return (q @ k.mT * 2**-0.5).softmax(-1) @ k
+
+
 def attention(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """By small ops."""
     qkv = [x.view(1, 1, 4, 6) for _ in range(3)]
@@ -124,6 +158,12 @@ LAWS = {
     "attention": (
         lambda x: F.scaled_dot_product_attention(*(x.view(1, 1, 4, 6) for _ in range(3)), is_causal=True),
         lambda x: (((x @ x.T) * 6**-0.5).masked_fill(LATER, -torch.inf).softmax(-1) @ x).view(1, 1, 4, 6),
+    ),
+    "merged sums": (lambda x: x.softmax(-1), lambda x: online(x)),
+    "merged by logarithms": (lambda x: x.softmax(-1) @ x.T, lambda x: by_logarithms(x)),
+    "inverse powers": (torch.sigmoid, lambda x: 1 / (1 + (-x).exp())),
+    "shared heads": (
+        lambda x: grouped(x), lambda x: by_heads(x),
     ),
     "attention with a mask": (lambda x: attention(x, LATER), lambda x: attention(x, None)),
     "optimizers": (

@@ -231,28 +231,26 @@ def gpt_step(model: Any, rank: int = 0, ranks: int = 1) -> None:
 
 
 EXAMPLES = (
+    Example("tensor_parallelism/tensor_parallel_example", "tp=2", lambda _: Toy(), toy_step, tensor_parallel),
     Example(
-        "tensor_parallelism/tensor_parallel_example.py", "tp=2", lambda _: Toy(), toy_step, tensor_parallel
-    ),
-    Example(
-        "tensor_parallelism/sequence_parallel_example.py",
+        "tensor_parallelism/sequence_parallel_example",
         "tp=2",
         lambda _: Toy(),
         toy_step,
         sequence_parallel,
     ),
     Example(
-        "tensor_parallelism/fsdp_tp_example.py",
+        "tensor_parallelism/fsdp_tp_example",
         "dp=2,tp=2",
         llama_model,
         llama_step,
         llama_ranks,
         "tensor_parallelism/llama2_model.py",
     ),
-    Example("FSDP2/example.py", "fsdp=2", small_model, small_step, small_ranks, "FSDP2/model.py"),
-    Example("ddp/example.py", "dp=2", lambda _: Toy(), ddp_step, ddp_rank),
+    Example("FSDP2/example", "fsdp=2", small_model, small_step, small_ranks, "FSDP2/model.py"),
+    Example("ddp/example", "dp=2", lambda _: Toy(), ddp_step, ddp_rank),
     Example(
-        "minGPT-ddp/mingpt/trainer.py",
+        "minGPT-ddp/mingpt/trainer",
         "dp=2",
         gpt_model,
         gpt_step,

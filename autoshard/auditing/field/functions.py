@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import reduce
+from functools import cached_property, reduce
 from math import isfinite
 
 import torch
@@ -23,6 +24,9 @@ from autoshard.auditing.field.residues import (
 )
 from autoshard.auditing.rendezvous import reduced as reduced_numbers
 
+#: sums whose terms are kept: an exponential is taken soon after one
+_RECENT = 16
+
 
 def is_count(x: Tensor) -> Tensor:
     """Which residues are small whole numbers, of either sign."""
@@ -36,40 +40,83 @@ def _signed(x: Tensor) -> Tensor:
 
 @dataclass
 class ResidueTable:
-    """Residues that stand for others."""
+    """Residues that stand for others: sorted parts, of which each is more than twice as long as the next, so
+    that what is added is sorted few times."""
 
-    _keys: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    _values: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, keys: Tensor, values: Tensor) -> None:
         """What each key stands for; the first of equal keys counts."""
         keys, values = (x.reshape(-1) for x in torch.broadcast_tensors(keys, values))
         known = keys.isfinite()  # memory that nothing was written to may hold NaN, which has no order
-        keys, values = torch.cat([self._keys, keys[known]]), torch.cat([self._values, values[known]])
-        keys, order = keys.sort(stable=True)
-        first = torch.ones_like(keys, dtype=torch.bool)
-        first[1:] = keys[1:] != keys[:-1]
-        self._keys, self._values = keys[first], values[order][first]
+        part = _first_of_each(keys[known], values[known])
+        if not len(part[0]):
+            return
+        while self._parts and len(self._parts[-1][0]) <= 2 * len(part[0]):
+            before = self._parts.pop()
+            part = _first_of_each(torch.cat([before[0], part[0]]), torch.cat([before[1], part[1]]))
+        self._parts.append(part)
 
     def find(self, keys: Tensor) -> Tensor | None:
         """What keys stand for, None unless all are known: that one is by chance is likely among many."""
-        if not len(self._keys) or not keys.numel():
+        if not keys.numel() or self._look(keys.reshape(-1)[:1]) is None:
             return None
-        at = torch.searchsorted(self._keys, keys.contiguous()).clamp(max=len(self._keys) - 1)
-        return self._values[at] if bool((self._keys[at] == keys).all()) else None
+        return self._look(keys.contiguous())
+
+    def _look(self, keys: Tensor) -> Tensor | None:
+        values, missing = torch.zeros_like(keys), torch.ones_like(keys, dtype=torch.bool)
+        for known, those in self._parts:
+            at = torch.searchsorted(known, keys).clamp(max=len(known) - 1)
+            here = missing & (known[at] == keys)
+            values, missing = torch.where(here, those[at], values), missing & ~here
+        return None if bool(missing.any()) else values
+
+
+def _first_of_each(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted, of equal keys the first."""
+    keys, order = keys.sort(stable=True)
+    first = torch.ones_like(keys, dtype=torch.bool)
+    first[1:] = keys[1:] != keys[:-1]
+    return keys[first], values[order][first]
+
+
+@dataclass(frozen=True)
+class SumOf:
+    """A tensor that was computed as a + b, or a - b."""
+
+    out: Tensor
+    a: Tensor
+    b: Tensor
+    minus: bool
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        return self.out.reshape(-1).sort()
+
+    def terms(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The terms of each element of some values, None unless all but 0 are sums here."""
+        keys, order = self._sorted
+        if not len(keys):
+            return None
+        at = torch.searchsorted(keys, x.contiguous()).clamp(max=len(keys) - 1)
+        if not bool(((keys[at] == x) | (x == 0)).all()):
+            return None
+        return tuple(t.expand(self.out.shape).reshape(-1)[order][at] for t in (self.a, self.b))  # type: ignore[return-value]
 
 
 @dataclass
 class Functions:
-    """Laws that hold: sqrt(x)^2 = x; exp(x - log s) = exp(x) / s; max, min and comparisons are those of one
-    order of all residues, in which -x and x lie on both sides of 0. exp(x + y) = exp(x) exp(y) does not.
+    """Laws that hold: sqrt(x)^2 = x; exp(log s) = s; exp(-x) = 1 / exp(x); exp(x - y) = exp(x) / exp(y) and
+    exp(x + y) = exp(x) exp(y) where a sum has just been computed or a term is a logarithm; sigmoid(x) = 1 /
+    (1 + exp(-x)); max, min and comparisons are those of one order of all residues, in which -x and x lie on
+    both sides of 0.
 
     slope: makes the order, a residue. One object serves the reference and all ranks.
     """
 
     slope: int
     _roots: ResidueTable = field(default_factory=ResidueTable)
-    _logs: ResidueTable = field(default_factory=ResidueTable)
+    _sums: deque[SumOf] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _exps: ResidueTable = field(default_factory=ResidueTable)
 
     def __post_init__(self) -> None:
@@ -157,21 +204,56 @@ class Functions:
         """The logarithm."""
         out = torch.where(x == 1, 0.0, hashed("log", x))
         out = torch.where(x == 0, -torch.inf, out)
-        self._logs.add(out, x)
+        self._exps.add(out, x)
         return out
 
     def exp(self, x: Tensor) -> Tensor:
         """The exponential."""
-        known = self._exps.find(torch.where(x == -torch.inf, 0.0, x))
-        out = torch.where(x == 0, 1.0, hashed("exp", x) if known is None else known)
-        return torch.where(x == -torch.inf, 0.0, out)
+        return self._exp(x, list(self._sums))
+
+    def _exp(self, x: Tensor, sums: list[SumOf]) -> Tensor:
+        """sums: that are older than x."""
+        finite = torch.where(x.isfinite(), x, 0.0)
+        value = known = self._exps.find(finite)
+        while value is None and sums:
+            each = sums.pop()
+            terms = each.terms(finite)
+            if terms is not None:
+                over, other = self._exp(terms[0], list(sums)), self._exp(terms[1], list(sums))
+                value = product(over, inverse(other) if each.minus else other)
+        if value is None:  # of x and -x alike
+            value = hashed("exp", torch.minimum(finite, P - finite))
+            negative = finite > P // 2
+            value[negative] = inverse(value[negative])
+        if known is None:  # it is the same when its terms are no longer kept
+            self._exps.add(finite, value)
+        out = torch.where(finite == 0, 1.0, value)
+        return torch.where(x.isfinite(), out, torch.exp(x))
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """The logistic function."""
+        power = self.exp(x)
+        out = product(power, inverse(reduced(power + 1)))
+        return torch.where(x == torch.inf, 1.0, out)
+
+    def sum(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b."""
+        return self._sum(reduced(a + b), a, b, minus=False)
 
     def difference(self, a: Tensor, b: Tensor) -> Tensor:
         """a - b."""
-        out = reduced(a - b)
-        under = self._logs.find(b)
-        if under is not None:
-            self._exps.add(out, product(self.exp(a), inverse(under)))
+        return self._sum(reduced(a - b), a, b, minus=True)
+
+    def _sum(self, out: Tensor, a: Tensor, b: Tensor, minus: bool) -> Tensor:
+        """Keep the exponential of a sum with a logarithm; of others, what they are sums of, for a while."""
+        if any(bool((x == 0).all()) for x in (a, b)):
+            return out
+        powers = [self._exps.find(torch.where(x.isfinite(), x, 0.0)) for x in (a, b)]
+        if powers[0] is not None or powers[1] is not None:
+            over, other = self.exp(a), self.exp(b)
+            self._exps.add(out, product(over, inverse(other) if minus else other))
+        else:
+            self._sums.append(SumOf(out, a, b, minus))
         return out
 
     def unknown(self, name: str, x: Tensor) -> Tensor:

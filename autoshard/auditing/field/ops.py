@@ -67,7 +67,7 @@ COMPARISONS = frozenset("gt lt ge le maximum minimum searchsorted bucketize".spl
 #: functions of each element of which no law is used
 UNKNOWN = frozenset(
     """
-    erf erfc erfinv sin cos tan asin acos atan sinh cosh tanh sigmoid log2 log10 log1p expm1 exp2 lgamma
+    erf erfc erfinv sin cos tan asin acos atan sinh cosh tanh log2 log10 log1p expm1 exp2 lgamma
     digamma ceil floor round trunc frac cbrt
     """.split()  # noqa: SIM905
 )
@@ -80,7 +80,7 @@ def _tensor(x: Value) -> Tensor:
 
 def _add(f: Functions, a: Value, b: Value, alpha: float = 1) -> Tensor:
     other = _tensor(b) if alpha == 1 else f.product(_tensor(b), _tensor(alpha))
-    return reduced(_tensor(a) + other)
+    return f.sum(_tensor(a), other)
 
 
 def _sub(f: Functions, a: Value, b: Value, alpha: float = 1) -> Tensor:
@@ -240,8 +240,21 @@ def _attention(
     f: Functions, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
+    k, v = _per_head(k, q), _per_head(v, q)
     weights, total = _weights(f, q, k, is_causal, attn_mask, scale)
     return bilinear(torch.matmul, weights, _tensor(v)), total
+
+
+def _per_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values for each head of queries, several of which may share them."""
+    return x if x.shape[-3] == q.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+
+
+def _per_group(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of what heads share."""
+    if gradient.shape == x.shape:
+        return gradient
+    return reduced(gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3))
 
 
 def _weights(
@@ -255,9 +268,9 @@ def _weights(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else _add(f, scores, mask)
     top = f.at_place(f.place(scores).amax(-1, keepdim=True))
-    powers = f.exp(reduced(scores - top))
+    powers = f.exp(f.difference(scores, top))
     total = reduced(powers.sum(-1, keepdim=True))
-    return product(powers, inverse(total)), reduced(top + f.log(total)).squeeze(-1)
+    return product(powers, inverse(total)), f.sum(top, f.log(total)).squeeze(-1)
 
 
 def _scale(f: Functions, q: Tensor, scale: float | None) -> Tensor:
@@ -268,15 +281,16 @@ def _attention_backward(
     f: Functions, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    gradient, q, k, v = map(_tensor, (gradient, q, k, v))
+    gradient, q, keys, values = map(_tensor, (gradient, q, k, v))
+    k, v = _per_head(keys, q), _per_head(values, q)
     weights, _ = _weights(f, q, k, is_causal, attn_mask, scale)
     of_weights = bilinear(torch.matmul, gradient, v.transpose(-1, -2))
     row = reduced(product(gradient, _tensor(out)).sum(-1, keepdim=True))
     of_scores = product(product(weights, reduced(of_weights - row)), _scale(f, q, scale))
     return (
         bilinear(torch.matmul, of_scores, k),
-        bilinear(torch.matmul, of_scores.transpose(-1, -2), q),
-        bilinear(torch.matmul, weights.transpose(-1, -2), gradient),
+        _per_group(bilinear(torch.matmul, of_scores.transpose(-1, -2), q), keys),
+        _per_group(bilinear(torch.matmul, weights.transpose(-1, -2), gradient), values),
     )
 
 
@@ -309,11 +323,16 @@ OPS: dict[str, Op] = {
     "rsqrt": lambda f, x: f.rsqrt(_tensor(x)),
     "exp": lambda f, x: f.exp(_tensor(x)),
     "log": lambda f, x: f.log(_tensor(x)),
+    "sigmoid": lambda f, x: f.sigmoid(_tensor(x)),
+    "log_sigmoid_forward": lambda f, x: (f.log(f.sigmoid(_tensor(x))), x.new_empty(0)),
+    "log_sigmoid_backward": lambda f, g, x, _: product(_tensor(g), f.sigmoid(_neg(f, x))),
+    "logaddexp": lambda f, a, b: f.log(reduced(f.exp(_tensor(a)) + f.exp(_tensor(b)))),
     "abs": lambda f, x: product(_tensor(x), _tensor(f.sign(x))),
     "sign": lambda f, x: f.sign(x),
     "sgn": lambda f, x: f.sign(x),
     "eq": lambda f, a, b: aten.eq(_tensor(a), _tensor(b)),
     "ne": lambda f, a, b: aten.ne(_tensor(a), _tensor(b)),
+    "allclose": lambda f, a, b, *_, **how: torch.equal(_tensor(a), _tensor(b)),
     "logical_not": lambda f, x: _tensor(x) == 0,
     "any": lambda f, x, *how: aten.any(_tensor(x) != 0, *how),
     "all": lambda f, x, *how: aten.all(_tensor(x) != 0, *how),

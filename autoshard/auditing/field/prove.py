@@ -27,7 +27,6 @@ from autoshard.auditing.field.residues import (
     product,
     random_residues,
     reduced,
-    residue,
     residues,
 )
 from autoshard.auditing.findings import AuditFinding, Proof
@@ -171,15 +170,19 @@ class Residues(Numbers):
         """Their sum."""
         return reduced(torch.from_numpy(super().total(parts))).numpy()
 
-    def times(self, values: np.ndarray, scale: float) -> np.ndarray:
-        """Values scaled."""
-        return product(torch.from_numpy(values), torch.tensor(residue(scale), dtype=torch.float64)).numpy()
+    def times(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Values by each scale."""
+        by = _exact(scales)[:, None]
+        return product(torch.from_numpy(by), torch.from_numpy(values)).numpy()
 
-    def among(self, values: np.ndarray, known: np.ndarray) -> bool:
-        """Whether all are known (sorted) and some are no counts, which are equal by chance."""
-        told = values[np.isfinite(values)]
-        first = np.searchsorted(known, told).clip(max=max(len(known) - 1, 0))
-        return bool(len(known)) and bool((told >= COUNTS).any()) and bool((known[first] == told).all())
+    def among(self, values: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Of each row, whether all are known (sorted) and some are no counts, which are equal by chance."""
+        if not len(known):
+            return np.zeros(len(values), bool)
+        told = np.isfinite(values)
+        there = known[np.searchsorted(known, values).clip(max=len(known) - 1)] == values
+        result: np.ndarray = (there | ~told).all(1) & (told & (values >= COUNTS)).any(1)
+        return result
 
 
 def _finite(values: np.ndarray | None) -> bool:
