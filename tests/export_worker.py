@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import sys
 import warnings
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from families import family
 from leaving import leave
+from python_files import module_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -100,11 +100,7 @@ def applied(path: str, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         wanted = {name: style for name, style in wanted.items() if name in known}
         split: nn.Module = apply_tensor_parallelism(model, mesh, wanted)
         return split
-    spec = importlib.util.spec_from_file_location("exported", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result: nn.Module = module.apply(model, mesh)
+    result: nn.Module = module_of(Path(path), "exported").apply(model, mesh)
     return result
 
 

@@ -22,6 +22,7 @@ from autoshard.auditing.buffers import CopiedBuffers
 from autoshard.auditing.findings import AuditFinding, some_of
 from autoshard.auditing.state import Elements, array, local
 from autoshard.errors import UsageError
+from autoshard.runtime.optim.optimizer_hooks import parameters_in
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Built:
     copied: CopiedBuffers | None
 
     @classmethod
-    def of(cls, value: Any, given: nn.Module | None) -> Built:
+    def of(cls, value: Any, copied: CopiedBuffers | None) -> Built:
         """From what the user's function returns.
 
         Raises UsageError if that is no model, and no model with its optimizer.
@@ -45,27 +46,31 @@ class Built:
                 why=f"it returns {type(value).__name__}",
                 hint="return the rank's model, or (model, optimizer)",
             )
-        return cls(model, optimizer, CopiedBuffers(given) if given else None)
+        return cls(model, optimizer, copied)
 
     def arguments(self) -> tuple[Any, ...]:
         """What `save` and `load` take before the folder."""
         return (self.model,) if self.optimizer is None else (self.model, self.optimizer)
 
-    def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
+    def parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
         """Of the model and the optimizer, with names, by id."""
-        named = {id(p): (name, p) for name, p in self.model.named_parameters()}
-        for p in () if self.optimizer is None else _parameters(self.optimizer):
+        named: dict[int, tuple[str, torch.Tensor]] = {
+            id(p): (name, p) for name, p in self.model.named_parameters()
+        }
+        for p in () if self.optimizer is None else parameters_in(self.optimizer):
             named.setdefault(id(p), ("a parameter of the optimizer", p))
         return named
 
     def buffers(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
         """Those that are saved: name in the reference, module, key in it, values."""
-        for module in self.model.modules() if self.copied else ():
-            for name, key, x in self.copied.of(module) if self.copied else ():
+        if self.copied is None:
+            return
+        for module in self.model.modules():
+            for name, key, x in self.copied.of(module):
                 if x.is_floating_point() and key not in module._non_persistent_buffers_set:
                     yield name, module, key, x
 
-    def state(self, p: nn.Parameter, key: str) -> Any:
+    def state(self, p: torch.Tensor, key: str) -> Any:
         """One of the optimizer's states, or None."""
         return None if self.optimizer is None else self.optimizer.state.get(p, {}).get(key)
 
@@ -87,7 +92,7 @@ class SavedStates:
             x.copy_(_numbers(name, x).view(x.shape))
         if built.optimizer is None:
             return
-        parameters = _parameters(built.optimizer)
+        parameters = list(parameters_in(built.optimizer))
         values = [local(p).clone() for p in parameters]
         for p in parameters:
             p.grad = torch.zeros_like(p)
@@ -96,7 +101,7 @@ class SavedStates:
         with torch.no_grad():
             for p, before in zip(parameters, values, strict=True):
                 local(p).copy_(before)
-                state = built.optimizer.state[p]
+                numbers, state = elements.parameters_of(elements.held(p)), built.optimizer.state[p]
                 for key, value in state.items():
                     each = torch.is_tensor(value) and local(value).shape == local(p).shape
                     if each:
@@ -107,7 +112,7 @@ class SavedStates:
                         state[key] = type(value)(_multiple(key))
                     else:
                         continue
-                    for number in elements.parameters_of(elements.held(p)):
+                    for number in numbers:
                         self.keys[number][key] = each
 
 
@@ -188,10 +193,6 @@ def findings_of(wrong: Sequence[Sequence[tuple[str, int, int]]], mesh: str) -> l
             details = (f"tensors: {', '.join(some_of(some))}",)
         out.append(AuditFinding("state", what, tuple(some), ranks, details=details))
     return out
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _numbers(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class audit:
                 "an audit needs the step of one device",
                 hint="give batch=..., or step=lambda model: loss(model, batch).backward()",
             )
-        self._model, self._batch, self._step = reference, batch, step
+        self._model, self._batch, self._step = reference, batch, step or self._default_step
         self._tolerance, self._seed, self._prove = tolerance, seed, prove
         self._reports: list[AuditReport] = []
         self._undo: list[Callable[[], None]] = []
@@ -138,8 +138,7 @@ class audit:
         left = [StepState() for _ in range(size)]
 
         def main(rank: int) -> None:
-            step, model = self._bound(function)
-            copied = CopiedBuffers(model) if model else None
+            step, copied = self._bound(function)
             left[rank] = run_step(step, self.elements, recorders[rank], copied)
 
         ends, messages = self._run(self.mesh, recorders, main)
@@ -172,7 +171,7 @@ class audit:
             model = copy.deepcopy(self._model)
             reference = Recorder(keeps_values=keeps_records, keeps_records=keeps_records)
             torch.manual_seed(self._seed)
-            exact.reference(lambda: (self._step or self._default_step)(model), elements, reference)
+            exact.reference(lambda: self._step(model), elements, reference)
             recorders = [Recorder(keeps_records=keeps_records) for _ in range(self.mesh.world_size)]
 
             def main(rank: int) -> None:
@@ -229,15 +228,15 @@ class audit:
         return report
 
     def _built(self, build: Step) -> Built:
-        bound, model = self._bound(build)
-        return Built.of(bound(), model)
+        bound, copied = self._bound(build)
+        return Built.of(bound(), copied)
 
-    def _bound(self, function: Step) -> tuple[Callable[[], Any], nn.Module | None]:
-        """A rank's function, with a copy of the reference if it takes one, and the copy."""
+    def _bound(self, function: Step) -> tuple[Callable[[], Any], CopiedBuffers | None]:
+        """A rank's function, with a copy of the reference if it takes one, and the copy's buffers."""
         if not inspect.signature(function).parameters:
             return function, None
         model = copy.deepcopy(self._model)
-        return lambda: function(model), model
+        return lambda: function(model), CopiedBuffers(model)
 
     def _run(
         self,
@@ -298,9 +297,10 @@ class audit:
         model = copy.deepcopy(self._model)
         self._buffers = values_of(model)
         torch.manual_seed(self._seed)
-        step = self._step or self._default_step
         try:
-            self._left = run_step(lambda: step(model), self.elements, self._recorder, CopiedBuffers(model))
+            self._left = run_step(
+                lambda: self._step(model), self.elements, self._recorder, CopiedBuffers(model)
+            )
         except RuntimeError as error:
             if "dtype" not in str(error):
                 raise

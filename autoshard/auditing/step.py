@@ -3,7 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -29,6 +29,7 @@ from autoshard.auditing.state import (
     local,
     partial_ranks,
 )
+from autoshard.runtime.optim.optimizer_hooks import parameters_in
 
 
 @dataclass
@@ -135,7 +136,7 @@ class StepWatch:
             with self.recorder.pause():
                 self._replace_gathered()
                 self._add_used()
-                self._take([p for group in optimizer.param_groups for p in group["params"]])
+                self._take(parameters_in(optimizer))
 
     def _read(self, p: torch.Tensor) -> None:
         """What it holds, before a step changes it."""
@@ -159,7 +160,7 @@ class StepWatch:
         held = RankParameter("a parameter of the optimizer", self.elements.held(p), in_module=False)
         self.parameters[id(p)] = (p, held)
 
-    def _take(self, parameters: list[torch.Tensor]) -> None:
+    def _take(self, parameters: Iterable[torch.Tensor]) -> None:
         for p in parameters:
             if id(p) in self.taken or not (has_memory(p) or _gradient(p) is not None):
                 continue  # an optimizer made of gathered parameters has what FSDP frees

@@ -8,7 +8,6 @@ beside it, on the rows of all ranks.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from python_files import module_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,7 +55,8 @@ class Example:
     def audit(self, checkout: Path) -> Iterator[str]:
         """Its row of the table."""
         torch.manual_seed(0)
-        module = _loaded(checkout / "distributed" / self.file) if self.file else None
+        path = checkout / "distributed" / self.file
+        module = module_of(path, f"example_{path.parent.name}") if self.file else None
         model = self.model(module)
         with sdpa_kernel(SDPBackend.MATH), autoshard.audit(model, self.mesh, step=self.step) as session:
             report = session.rank(self.rank_step)
@@ -65,16 +66,6 @@ class Example:
         else:
             assert report.proof is not None
             yield report.proof.why or "proved"
-
-
-def _loaded(path: Path) -> ModuleType:
-    """A file of the checkout, as a module."""
-    spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
 
 
 def rows_of_rank(x: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import py_compile
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from python_files import module_of
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -16,12 +15,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 def load(name: str) -> ModuleType:
     """An example as a module; what it does when it is started does not happen."""
     path = next(p for p in EXAMPLES if p.stem == name)
-    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    return module_of(path, f"example_{name}")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)

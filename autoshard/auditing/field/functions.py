@@ -21,6 +21,7 @@ from autoshard.auditing.field.residues import (
     reduced,
     residue,
     residues,
+    without_infinities,
 )
 from autoshard.auditing.rendezvous import reduced as reduced_numbers
 
@@ -213,7 +214,7 @@ class Functions:
 
     def _exp(self, x: Tensor, sums: list[SumOf]) -> Tensor:
         """sums: that are older than x."""
-        finite = torch.where(x.isfinite(), x, 0.0)
+        finite = without_infinities(x)
         value = known = self._exps.find(finite)
         while value is None and sums:
             each = sums.pop()
@@ -248,9 +249,11 @@ class Functions:
         """Keep the exponential of a sum with a logarithm; of others, what they are sums of, for a while."""
         if any(bool((x == 0).all()) for x in (a, b)):
             return out
-        powers = [self._exps.find(torch.where(x.isfinite(), x, 0.0)) for x in (a, b)]
-        if powers[0] is not None or powers[1] is not None:
-            over, other = self.exp(a), self.exp(b)
+        known = [self._exps.find(without_infinities(x)) for x in (a, b)]
+        if any(power is not None for power in known):
+            over, other = (
+                self.exp(x) if power is None else power for x, power in zip((a, b), known, strict=True)
+            )
             self._exps.add(out, product(over, inverse(other) if minus else other))
         else:
             self._sums.append(SumOf(out, a, b, minus))

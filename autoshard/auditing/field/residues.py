@@ -107,18 +107,23 @@ def reduced(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), torch.remainder(x, P), x)
 
 
+def without_infinities(x: Tensor) -> Tensor:
+    """0 in place of infinities and NaN."""
+    return torch.where(x.isfinite(), x, 0.0)
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Element by element, broadcast."""
     finite = a.isfinite() & b.isfinite()
     if bool(finite.all()):
         return (a.long() * b.long() % P).double()
-    safe = [torch.where(x.isfinite(), x, 0.0).long() for x in (a, b)]
+    safe = [without_infinities(x).long() for x in (a, b)]
     return torch.where(finite, (safe[0] * safe[1] % P).double(), a * b)
 
 
 def power(x: Tensor, exponent: int) -> Tensor:
     """x to an integer; inverses for negative ones, of which that of 0 is 0."""
-    safe = torch.where(x.isfinite(), x, 0.0)
+    safe = without_infinities(x)
     values = _power(safe.numpy(force=True), exponent % (P - 1)).astype(np.float64)
     result = torch.from_numpy(np.where(safe.numpy(force=True) == 0, 0.0 if exponent else 1.0, values))
     return torch.where(x.isfinite(), result, x**exponent)
