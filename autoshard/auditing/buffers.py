@@ -59,8 +59,8 @@ def buffer_findings(
     findings, notes = [], []
     for name, wanted in reference.items():
         size = wanted.values.shape
-        have = {k: held[name] for k, held in enumerate(ranks) if name in held}
-        have = {k: each for k, each in have.items() if each.values.shape == size}
+        named = {k: held[name] for k, held in enumerate(ranks) if name in held}
+        have = {k: each for k, each in named.items() if each.values.shape == size}
         given = [have[k].values if k in have else np.full(size, np.nan) for k in range(len(ranks))]
         moved = [values - before[name] for values in (wanted.values, *given)]
         largest = float(np.abs(wanted.values).max(initial=0.0)) or 1.0

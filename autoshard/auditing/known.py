@@ -104,10 +104,7 @@ class ReferenceValues:
 
     @cached_property
     def _at(self) -> list[dict[RecordPlace, OpRecord]]:
-        return [
-            dict(zip(places, records, strict=True))
-            for places, records in zip(self._places, self.records, strict=True)
-        ]
+        return [dict(zip(*each, strict=True)) for each in zip(self._places, self.records, strict=True)]
 
     @classmethod
     def of(

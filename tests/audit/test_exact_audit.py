@@ -139,6 +139,15 @@ def attention(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return F.scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=mask is None)
 
 
+def test_exponentials_have_one_value_for_each_residue() -> None:
+    functions, x = Functions(12345), hashed("x", torch.arange(24).double())
+    functions.exp(functions.log(x[:5]))  # residues that are known already, of which x has one
+    x[7] = functions.log(x[3:4])
+    first = functions.exp(x)
+    assert first[7] == x[3]
+    assert torch.equal(functions.exp(x[4:9]), first[4:9])
+
+
 LAWS = {
     "means": (lambda x: x.mean(-1) * 4, lambda x: x.sum(-1) * (4 / 6)),
     "softmax": (lambda x: x.softmax(-1), lambda x: powers(x) / powers(x).sum(-1, keepdim=True)),

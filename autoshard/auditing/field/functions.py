@@ -60,17 +60,20 @@ class ResidueTable:
 
     def find(self, keys: Tensor) -> Tensor | None:
         """What keys stand for, None unless all are known: that one is by chance is likely among many."""
-        if not keys.numel() or self._look(keys.reshape(-1)[:1]) is None:
+        if not keys.numel() or bool(self.look(keys.reshape(-1)[:1])[1]):
             return None
-        return self._look(keys.contiguous())
+        values, missing = self.look(keys)
+        return None if bool(missing.any()) else values
 
-    def _look(self, keys: Tensor) -> Tensor | None:
+    def look(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """What each key stands for, and which are missing."""
+        keys = keys.contiguous()
         values, missing = torch.zeros_like(keys), torch.ones_like(keys, dtype=torch.bool)
         for known, those in self._parts:
             at = torch.searchsorted(known, keys).clamp(max=len(known) - 1)
             here = missing & (known[at] == keys)
             values, missing = torch.where(here, those[at], values), missing & ~here
-        return None if bool(missing.any()) else values
+        return values, missing
 
 
 def _first_of_each(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,21 +218,23 @@ class Functions:
     def _exp(self, x: Tensor, sums: list[SumOf]) -> Tensor:
         """sums: that are older than x."""
         finite = without_infinities(x)
-        value = known = self._exps.find(finite)
-        while value is None and sums:
-            each = sums.pop()
-            terms = each.terms(finite)
-            if terms is not None:
-                over, other = self._exp(terms[0], list(sums)), self._exp(terms[1], list(sums))
-                value = product(over, inverse(other) if each.minus else other)
-        if value is None:  # of x and -x alike
-            value = hashed("exp", torch.minimum(finite, P - finite))
-            negative = finite > P // 2
-            value[negative] = inverse(value[negative])
-        if known is None:  # it is the same when its terms are no longer kept
+        value, missing = self._exps.look(finite)
+        if bool(missing.any()):  # each residue has one value, also when terms are no longer kept
+            value = torch.where(missing, self._new_exp(finite, sums), value)
             self._exps.add(finite, value)
         out = torch.where(finite == 0, 1.0, value)
         return torch.where(x.isfinite(), out, torch.exp(x))
+
+    def _new_exp(self, x: Tensor, sums: list[SumOf]) -> Tensor:
+        while sums:
+            each = sums.pop()
+            terms = each.terms(x)
+            if terms is not None:
+                over, other = self._exp(terms[0], list(sums)), self._exp(terms[1], list(sums))
+                return product(over, inverse(other) if each.minus else other)
+        value, negative = hashed("exp", torch.minimum(x, P - x)), x > P // 2  # of x and -x alike
+        value[negative] = inverse(value[negative])
+        return value
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """The logistic function."""
