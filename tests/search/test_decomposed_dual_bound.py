@@ -110,7 +110,7 @@ def test_nothing_that_fits_is_faster_than_its_bound(
     name: str, cluster: str, devices: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounded, poses, exact = _bounded(name, cluster, devices, share)
-    looked = better = nearer = 0
+    looked = better = nearer = priced = 0
     for one in bounded[:: max(1, len(bounded) // 12)]:
         bound = max(one.bounds())
         assert bound >= one.bound
@@ -121,7 +121,8 @@ def test_nothing_that_fits_is_faster_than_its_bound(
             # as if the network were wide: a network after the other, price by price
             patch.setattr(floor, "_MOST", 1)
             wide = list(one.of(poses.of(one.mesh, one.batch)))
-        assert len(wide) == 1 + min(3, len(one.bare.prices))
+        assert len(wide) in (1, 1 + min(3, len(one.bare.prices)))  # some are too wide even so
+        priced += len(wide) > 1
         assert max(wide) <= own * (1 + 1e-6)
         bound = max(bound, own)
         for number in range(len(one.uneven)):
@@ -131,7 +132,7 @@ def test_nothing_that_fits_is_faster_than_its_bound(
                 continue
             looked += 1
             assert bound <= placed.seconds * (1 + 1e-9), f"{one.mesh} {one.batch} {one.ways[number].pipe}"
-    assert looked >= 6 and better >= 1 and nearer >= 1
+    assert looked >= 6 and better >= 1 and nearer >= 1 and priced >= 1
 
 
 def test_a_price_is_told_where_fewer_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:

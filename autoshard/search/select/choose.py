@@ -30,6 +30,8 @@ from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import FINAL, QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
 
+#: layers of a model with experts are split further where estimates are no more than so many times the best
+_ABOUT = 1.02
 #: shapes with pipelines that are solved for models with experts
 _PIPELINES = 1
 
@@ -197,10 +199,15 @@ class _Search:
             later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
             apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh) and g not in later]
             free = [g for g in groups if len(given) > 1 and _has_free_axis(g[0].mesh) and g not in apart]
-            for group in (g for g in groups if g not in (*later, *apart, *free)):
+            plain = [g for g in groups if g not in (*later, *apart, *free)]
+            # experts make every size of the data axes, and what is split over any, a problem of its own
+            split = [g for g in plain if len(given) > 1 and experts_of(self.model) and inside(g[0].mesh)]
+            for group in (g for g in plain if g not in split):
                 ranked.extend(self._ranked(group))
+            unsplit = ranked.first()
             ranked.extend(self._least_split(free))
             ranked.extend(self._best_division(apart))
+            ranked.extend(self._least_split(split, unsplit, ranked.first()))
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
             divided = [g for g in later if _divides_experts(g[0].mesh)]
             for group in _few([g for g in later if g not in divided], ranked, self.cluster):
@@ -254,19 +261,27 @@ class _Search:
                 at += way
         return [e for each in queues.values() for e in each]
 
-    def _least_split(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
-        """Configurations with a free axis for ranks that the batch does not divide over: those that split
-        layers least, then further as long as that helps. Two axes that may split anything make the largest
-        problems of all."""
+    def _least_split(
+        self,
+        groups: Sequence[tuple[Staged, ...]],
+        unsplit: Estimated | None = None,
+        best: Estimated | None = None,
+    ) -> list[Estimated]:
+        """Configurations of the largest problems, with experts or with a free axis for ranks that the batch
+        does not divide over: those that split layers least, then further as long as that helps or they are
+        about as fast as the best. unsplit: the best that does not split layers; best: of all already known.
+        """
         found: list[Estimated] = []
-        least = inf
+        before, least = (inf if one is None else one.seconds for one in (unsplit, best))
         for group in sorted(groups, key=lambda g: _ways_inside(g[0].mesh)):
             queue = CandidateQueue(self._ranked(group))
             first = queue.first()
             found.extend(queue)
-            if first is not None and first.seconds >= least:
+            if first is None:
+                continue
+            if first.seconds >= before and first.seconds > _ABOUT * least:
                 break
-            least = least if first is None else first.seconds
+            before, least = first.seconds, min(least, first.seconds)
         return found
 
     def _ranked(self, group: tuple[Staged, ...]) -> list[Estimated]:
