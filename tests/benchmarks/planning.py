@@ -162,12 +162,11 @@ def _peak_gib() -> float:
 
 
 def _main(text: str) -> None:
-    from autoshard.validate.models import Architecture
+    import msgspec
+
     from benchmarks.cases import Case
 
-    raw = json.loads(text)
-    case = Case(**{**raw, "model": Architecture(**raw["model"])})
-    print(json.dumps(asdict(plan_case(case))))
+    print(json.dumps(asdict(plan_case(msgspec.json.decode(text, type=Case)))))
 
 
 if __name__ == "__main__":

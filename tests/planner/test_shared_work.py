@@ -29,6 +29,7 @@ from autoshard.search.select.choose import Rejected, Searches, choose
 from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import data_ways
 from autoshard.search.solve.formulate import formulate, layer_calls
+from autoshard.search.solve.param_costs import whole_state
 from autoshard.search.solve.problem_cache import ProblemCache
 from autoshard.search.solve.recompute_bound import dual_bound, extremes
 from autoshard.search.solve.solve_placements import place
@@ -260,6 +261,17 @@ def test_parameters_are_padded_where_they_are_stored() -> None:
         if group.grads:
             assert any(strategy.stored == (Shard(0),) for strategy in strategies[key]), group.first.target
             assert all(strategy.stored != (R,) for strategy in strategies[key])
+
+
+def test_baselines_whose_parameters_alone_are_too_much_are_not_solved() -> None:
+    model, machine, said = analysed("llama").model, load_cluster("h100-dgx").used_by(8), list[str]()
+    budget = int(0.9 * whole_state(model, ADAMW))
+    request = SearchRequest(batch=8, budget=budget, baselines=True)
+    meshes = [Mesh.parse("fsdp=8"), Mesh.parse("fsdp=4,tp=2")]
+    found = choose(model, meshes, machine, request, said.append)
+    why = {baseline.name: baseline.why for baseline in found.baselines}
+    assert why["data parallel"] == "does not fit the memory" and not why["FSDP2"]
+    assert not any(text.startswith("searching dp=8 ") for text in said)
 
 
 def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:

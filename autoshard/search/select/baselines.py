@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from autoshard.search.solve.solve_placements import PlacementSolution, place
 from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import QUICK
 from autoshard.solver.network import Array, InfeasibleNetwork, NoFiniteAssignment
+
+_TOO_LARGE = "does not fit the memory"
 
 #: (mesh, with its pipelines) -> its configurations
 Ranking = Callable[[Staged], CandidateQueue]
@@ -67,6 +70,7 @@ def price_baselines(
     devices: int,
     cluster: Cluster,
     budget: float | None,
+    state: float,
     setting: StepConfig,
     plain: BaselineConfigurations,
     sharded: BaselineConfigurations,
@@ -79,11 +83,12 @@ def price_baselines(
 
     Megatron-LM by the rules of Narayanan et al., SC'21, section 3: tensor parallelism inside a node, as
     little of it as fits, activations between layers whole on every rank of it; where a whole node does not
-    do, as few pipeline stages as fit, by 1F1B, interleaved or not. plain: prices of what our programs can
+    do, as few pipeline stages as fit, by 1F1B, interleaved or not. state: bytes of parameters with their
+    gradients and optimizer, nothing of it divided. plain: prices of what our programs can
     store; sharded: of what FSDP2 stores (`search.problem.padded_params`). meshes: meshes that were searched.
     reached: seconds of the plan; whoever seems faster has to fit as a program, too, which ``rooms`` tells.
     """
-    solve = _Solver(budget, setting, plain, rooms, reached)
+    solve = _Solver(budget, state, setting, plain, rooms, reached)
     return (
         solve.one("data parallel", Staged(Mesh((Axis("dp", devices),)))),
         replace(solve, prices=sharded).one("FSDP2", Staged(Mesh((Axis("fsdp", devices),)))),
@@ -94,6 +99,7 @@ def price_baselines(
 @dataclass(frozen=True)
 class _Solver:
     budget: float | None
+    state: float
     setting: StepConfig
     prices: BaselineConfigurations
     rooms: Rooms
@@ -101,6 +107,8 @@ class _Solver:
 
     def one(self, name: str, staged: Staged, *, between_layers_whole: bool = False) -> Baseline:
         mesh = f"pp={staged.ranks},{staged.mesh}" if staged.ranks > 1 else str(staged.mesh)
+        if self.budget is not None and self.state > self.budget * _state_ways(staged):
+            return Baseline(name, mesh, 1, None, _TOO_LARGE)
         try:
             configurations = self.prices.ranked(staged)
         except UsageError as error:
@@ -117,7 +125,7 @@ class _Solver:
             if placements is not None:
                 seconds = self._seconds(formulated, placements, config)
                 return Baseline(name, mesh, config.microbatches, seconds)
-        return Baseline(name, mesh, 1, None, "does not fit the memory")
+        return Baseline(name, mesh, 1, None, _TOO_LARGE)
 
     def _seconds(
         self, formulated: ShardingProblem, placements: PlacementSolution, config: Configuration
@@ -135,6 +143,12 @@ class _Solver:
             except (InfeasibleNetwork, NoFiniteAssignment):
                 continue
         return None
+
+
+def _state_ways(staged: Staged) -> int:
+    """Over how many ranks parameters are divided at most."""
+    meanings = ((axis.size, axis.meaning) for axis in staged.mesh.axes)
+    return staged.ranks * prod(n for n, m in meanings if m.stores_sharded or not m.splits_batch)
 
 
 def _megatron(devices: int, cluster: Cluster, solve: _Solver, given: Sequence[Staged]) -> Baseline:

@@ -24,6 +24,7 @@ from autoshard.search.select.request import CandidateSolution, Rejected, SearchR
 from autoshard.search.select.tactics import run_tactics
 from autoshard.search.solve.configuration import Configuration, Staged, data_ways, inside, shapes_of
 from autoshard.search.solve.formulate import ShardingProblem, layer_calls
+from autoshard.search.solve.param_costs import whole_state
 from autoshard.search.solve.problem_cache import ProblemCache
 from autoshard.search.solve.solve_placements import PlacementSolution, place
 from autoshard.search.solve.step_config import StepConfig
@@ -319,8 +320,9 @@ class _Search:
             sharded = pricing(of_stored, ())
         seen = [staged for shape in self.solved for staged in shape.meshes]
         reached = self.exact.evaluated(solution)
+        state = whole_state(self.model, request.recipe)
         return price_baselines(
-            devices, self.cluster, request.budget, setting, plain, sharded, seen, self._room, reached
+            devices, self.cluster, request.budget, state, setting, plain, sharded, seen, self._room, reached
         )
 
     def _room(self, config: Configuration, setting: StepConfig) -> MemoryCheck | None:
