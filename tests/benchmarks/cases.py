@@ -12,8 +12,8 @@ class Case:
     """One thing to plan.
 
     mesh: "" to search it. batch: sequences per optimizer step; with a mesh in one piece, in any memory. runs:
-    fresh processes, of which the median is shown. goal_s, goal_gib: of a cold process, None without a goal.
-    optimizer: see `cost.recipe`.
+    fresh processes, of which the median is shown. goal_s: from a model that was built to its plan; goal_gib:
+    of the process; None without a goal. optimizer: see `cost.recipe`.
     """
 
     name: str
@@ -48,10 +48,10 @@ def gpt(layers: int, hidden: int, heads: int) -> Architecture:
 GPT3_175B, GPT_1T = gpt(96, 12288, 96), gpt(128, 25600, 160)
 
 CASES = (
-    Case("Llama-3 8B", LLAMA3_8B, 64, 512, 4096, goal_s=5, goal_gib=1),
-    Case("GPT-3 175B", GPT3_175B, 1024, 1536, 2048, goal_s=10, goal_gib=1.5),
-    Case("GPT 1T", GPT_1T, 3072, 3072, 2048, goal_s=10, goal_gib=1.5),
-    Case("DeepSeek-V3 671B", DEEPSEEK_V3, 2048, 2048, 4096, runs=1, goal_s=30, goal_gib=2),
+    Case("Llama-3 8B", LLAMA3_8B, 64, 512, 4096, goal_s=2, goal_gib=1),
+    Case("GPT-3 175B", GPT3_175B, 1024, 1536, 2048, goal_s=3, goal_gib=1.5),
+    Case("GPT 1T", GPT_1T, 3072, 3072, 2048, goal_s=5, goal_gib=1.5),
+    Case("DeepSeek-V3 671B", DEEPSEEK_V3, 2048, 2048, 4096, runs=1, goal_s=8, goal_gib=2),
     Case("GPT-3 175B, mesh given", GPT3_175B, 128, 16, 2048, mesh="dp=16,tp=8"),
     Case("GPT 1T", GPT_1T, 100_000, 12_500, 2048, runs=1),
 )
