@@ -55,9 +55,9 @@ class audit:
         reference: the model of one device.
         mesh: axes and sizes, for instance ``dp=2,tp=2``; rank numbers are row-major over them.
         batch: what the default step calls the reference with (a dict of keywords, a tuple, or one value).
-        step: what one device does, ``step(model)``; by default the model is called, and backward runs from
-        its loss. tolerance: largest relative error of a gradient; by default 1e-6, more where either side
-        computes in fewer bits. seed: of random numbers of the reference and of each rank.
+        step: what one device does, ``step(model)``; by default a call, and backward of its loss.
+        tolerance: largest relative error of a gradient; by default 1e-6, more for computing in fewer bits.
+        seed: of random numbers of the reference and of each rank.
         prove: where no difference is found, run both steps in exact arithmetic as well.
 
     Raises:
@@ -195,10 +195,8 @@ class audit:
         """Save on all ranks, load on the ranks of another mesh, and compare every element with the reference.
 
         Args:
-            build: makes a rank's model of its copy of the reference; or ``(model, optimizer)``, whose states
-            are followed, too.
-            save: ``save(model, folder)`` or ``save(model, optimizer, folder)`` of a rank. The folder is all
-            ranks'.
+            build: makes a rank's model of its copy of the reference; or ``(model, optimizer)``, all followed.
+            save: ``save(model, folder)`` or ``save(model, optimizer, folder)`` of a rank; one folder for all.
             load: the same, into a model and an optimizer without values.
             mesh: of the ranks that load; by default those that saved.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -44,3 +45,24 @@ def test_the_readme_is_short() -> None:
 def test_every_option_is_documented(options: type[PlanOptions | PassOptions]) -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     assert [f.name for f in fields(options) if f"| `{f.name}` |" not in text] == []
+
+
+def test_docstrings_tell_arguments_that_there_are() -> None:
+    """Else `make docs` fails, which needs packages that tests have not."""
+    unknown = []
+    for path in sorted((ROOT / "autoshard").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                text = re.search(r"^Args:\n((?:    .*\n?|\n)*)", ast.get_docstring(node) or "", re.MULTILINE)
+                told = re.findall(r"^    \**(\S.*?)(?::|$)", text[1], re.MULTILINE) if text else []
+                unknown += [(path.name, node.name, name) for name in told if name not in _arguments(node)]
+    assert unknown == []
+
+
+def _arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    if isinstance(node, ast.FunctionDef):
+        given = node.args
+        return {a.arg for a in (*given.args, *given.kwonlyargs, given.vararg, given.kwarg) if a is not None}
+    names = {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
+    made = (f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+    return names.union(*map(_arguments, made))

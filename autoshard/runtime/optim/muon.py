@@ -36,11 +36,11 @@ _SCALES = ("original", "match_rms_adamw")
 class Muon(torch.optim.Muon):
     """torch's Muon, for parameters that are sharded over any axes of a DeviceMesh.
 
-    Its state is that of torch.optim.Muon, so that checkpoints of either are those of the other.
+    Its state is that of torch.optim.Muon, so that checkpoints of either are those of the other. So are the
+    arguments that are not told here.
 
     Args:
         params: matrices, or batches of them ([experts, rows, columns]); others take another optimizer.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch's.
 
     Raises:
         UsageError: a parameter has one dim or more than three, or `adjust_lr_fn` is not known.
