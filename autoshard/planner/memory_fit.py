@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -37,7 +37,7 @@ from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import retuned
 from autoshard.search.select.request import CandidateSolution, SearchRequest
-from autoshard.search.solve.configuration import Configuration, alike
+from autoshard.search.solve.configuration import Configuration, alike, stored_ways
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.search.solve.step_config import StepConfig
 from autoshard.simulate.behaviour import Behaviour
@@ -212,7 +212,7 @@ class MemoryFitter:
         if slower is not None:
             return MemoryFit(slower)
         config = solution.configuration
-        self._failed[alike(config)] = max(_stored_ways(config), self._failed.get(alike(config), 0))
+        self._failed[alike(config)] = max(stored_ways(config.mesh), self._failed.get(alike(config), 0))
         raise self._host_full or self._failure(solution, first, measured[0][1])
 
     def _less(self, share: float, over: float, tried: CandidateSolution) -> float:
@@ -316,7 +316,7 @@ class MemoryFitter:
         """Bytes that one like it held beyond what the search counts, the least; 0 if there was none. With
         activations in host memory inf if one like it was too large, and this one stores no less on a rank."""
         if self.offload.activations:
-            over = _stored_ways(config) <= self._failed.get(alike(config), 0) and config.pipe.ranks == 1
+            over = stored_ways(config.mesh) <= self._failed.get(alike(config), 0) and config.pipe.ranks == 1
             return inf if over else 0.0
         return max(0.0, self._more_like(config, setting) or 0.0)
 
@@ -460,11 +460,6 @@ class MemoryFitter:
 def _state(solution: CandidateSolution) -> float:
     """Bytes of parameters, gradients and optimizer, as the search counts them."""
     return solution.placements.setting.state_bytes(solution.placements.usage)
-
-
-def _stored_ways(config: Configuration) -> int:
-    """Over how many ranks a parameter may be stored."""
-    return prod(axis.size for axis in config.mesh.axes if axis.meaning.may_store_sharded)
 
 
 def _kind_of(solution: CandidateSolution) -> Hashable:

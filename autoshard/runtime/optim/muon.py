@@ -36,8 +36,8 @@ _SCALES = ("original", "match_rms_adamw")
 class Muon(torch.optim.Muon):
     """torch's Muon, for parameters that are sharded over any axes of a DeviceMesh.
 
-    Its state is that of torch.optim.Muon, so that checkpoints of either are those of the other. So are the
-    arguments that are not told here.
+    Its state is that of torch.optim.Muon, so that checkpoints of either are those of the other. Arguments
+    that are not told here are torch's.
 
     Args:
         params: matrices, or batches of them ([experts, rows, columns]); others take another optimizer.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, prod
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +26,13 @@ from autoshard.search.bound.joint_dual_bound import joint_dual_bounds, step_opti
 from autoshard.search.bound.mesh_families import MeshFamily, between
 from autoshard.search.bound.stage_imbalance import busiest
 from autoshard.search.problem.cost_terms import AssignmentCosts
-from autoshard.search.solve.configuration import Configuration, Staged, data_ways, microbatch_sizes
+from autoshard.search.solve.configuration import (
+    Configuration,
+    Staged,
+    data_ways,
+    microbatch_sizes,
+    stored_ways,
+)
 from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.param_costs import Parameters, Zero
 from autoshard.search.solve.pipeline_model import Pipe
@@ -86,7 +92,7 @@ def _candidates(
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
-        state = shape.state / prod(a.size for a in mesh.axes if a.meaning.may_store_sharded)
+        state = shape.state / stored_ways(mesh)
         if mesh not in strategies:
             strategies[mesh] = _StrategyCosts(shape, mesh, zeros)
         if staged.pipes not in uneven:

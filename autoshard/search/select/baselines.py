@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from autoshard.search.bound.candidate_queue import CandidateQueue
 from autoshard.search.bound.stage_imbalance import imbalance_seconds
 from autoshard.search.problem.decisions import NodeVar, ValueVar, Variable
 from autoshard.search.problem.problem import Model
-from autoshard.search.solve.configuration import Configuration, Staged
+from autoshard.search.solve.configuration import Configuration, Staged, stored_ways
 from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.solve_placements import PlacementSolution, place
 from autoshard.search.solve.step_config import StepConfig
@@ -107,7 +106,8 @@ class _Solver:
 
     def one(self, name: str, staged: Staged, *, between_layers_whole: bool = False) -> Baseline:
         mesh = f"pp={staged.ranks},{staged.mesh}" if staged.ranks > 1 else str(staged.mesh)
-        if self.budget is not None and self.state > self.budget * _state_ways(staged):
+        least = self.state / (staged.ranks * stored_ways(staged.mesh))
+        if self.budget is not None and least > self.budget:
             return Baseline(name, mesh, 1, None, _TOO_LARGE)
         try:
             configurations = self.prices.ranked(staged)
@@ -143,12 +143,6 @@ class _Solver:
             except (InfeasibleNetwork, NoFiniteAssignment):
                 continue
         return None
-
-
-def _state_ways(staged: Staged) -> int:
-    """Over how many ranks parameters are divided at most."""
-    meanings = ((axis.size, axis.meaning) for axis in staged.mesh.axes)
-    return staged.ranks * prod(n for n, m in meanings if m.stores_sharded or not m.splits_batch)
 
 
 def _megatron(devices: int, cluster: Cluster, solve: _Solver, given: Sequence[Staged]) -> Baseline:

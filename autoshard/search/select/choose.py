@@ -31,7 +31,7 @@ from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import FINAL, QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
 
-#: layers of a model with experts are split further where estimates are no more than so many times the best
+#: layers are split further, in the largest problems, where estimates are at most so many times the best
 _ABOUT = 1.02
 #: shapes with pipelines that are solved for models with experts
 _PIPELINES = 1
@@ -201,7 +201,6 @@ class _Search:
             apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh) and g not in later]
             free = [g for g in groups if len(given) > 1 and _has_free_axis(g[0].mesh) and g not in apart]
             plain = [g for g in groups if g not in (*later, *apart, *free)]
-            # experts make every size of the data axes, and what is split over any, a problem of its own
             split = [g for g in plain if len(given) > 1 and experts_of(self.model) and inside(g[0].mesh)]
             for group in (g for g in plain if g not in split):
                 ranked.extend(self._ranked(group))

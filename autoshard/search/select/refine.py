@@ -248,8 +248,9 @@ class CandidateSolver:
         stages together.
         """
         seconds = self.evaluated(solution)
-        piped = solution.configuration.pipe.ranks > 1 and self.request.recompute
-        if not piped or self.interrupted or seconds <= _UNEVEN * estimated.seconds:
+        piped = solution.configuration.pipe.ranks > 1
+        may_help = piped and self.request.recompute and self.request.budget is not None
+        if not may_help or self.interrupted or seconds <= _UNEVEN * estimated.seconds:
             return solution, seconds
         try:
             full = solution.placements.setting.recomputing("full")

@@ -118,12 +118,14 @@ def inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
     )
 
 
+def stored_ways(mesh: Mesh) -> int:
+    """Over how many ranks a parameter may be stored."""
+    return prod(axis.size for axis in mesh.axes if axis.meaning.may_store_sharded)
+
+
 def data_ways(mesh: Mesh) -> int:
     """How many ranks split the batch."""
-    ways = 1
-    for axis in mesh.axes:
-        ways *= axis.size if axis.meaning.splits_batch else 1
-    return ways
+    return prod(axis.size for axis in mesh.axes if axis.meaning.splits_batch)
 
 
 def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, ...]]:
@@ -155,7 +157,4 @@ def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, .
 
 
 def _sharded(mesh: Mesh) -> int:
-    ways = 1
-    for axis in mesh.axes:
-        ways *= axis.size if axis.meaning.stores_sharded else 1
-    return ways
+    return prod(axis.size for axis in mesh.axes if axis.meaning.stores_sharded)
