@@ -42,26 +42,46 @@ def product_seconds(
     what they have ("split-K": NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA", parallelized
     reductions). The size of tiles and the split are those that do best. Never below the time for the traffic.
     """
-    kernels = device.kernels
-    rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
-    aligned = aligned_rate(batch, rows, columns, depth, dtype, device, turned=turned)
-    rate *= aligned
-    flop = 2.0 * batch * rows * columns * depth
-
-    def taken(tile: tuple[float, float, float], split: int) -> float:
-        used = _used(batch * split, rows, columns, device, tile)
-        seconds = flop / (rate * used * filled(depth / split, dtype, device, aligned))
-        # each part is written and read once more, in f32
-        parts = 2.0 * _PART * split * batch * rows * columns if split > 1 else 0.0
-        return seconds + traffic_seconds(parts, device, launch=False)
-
-    work = 0.0
-    if flop:
-        work = min(
-            taken(tile, split) for tile in _TILES for split in _splits(batch, rows, columns, device, tile)
-        )
+    rate = flop_rate(dtype, device, matmul=True)
+    rate *= reached_rate(batch, rows, columns, depth, dtype, device, turned=turned)
+    work = 2.0 * batch * rows * columns * depth / rate
     busy = max(work, traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead if busy else 0.0
+
+
+def reached_rate(
+    batch: int,
+    rows: int,
+    columns: int,
+    depth: int,
+    dtype: str,
+    device: Device,
+    *,
+    turned: tuple[bool, bool] = (False, False),
+) -> float:
+    """Part of `flop_rate` that products reach which wait for no traffic but that of split sums; see
+    `product_seconds`."""
+    aligned = aligned_rate(batch, rows, columns, depth, dtype, device, turned=turned)
+    best, flop = sustained(dtype, device), 2.0 * batch * rows * columns * depth
+    if not flop:
+        return best
+    peak = flop_rate(dtype, device, matmul=True)
+
+    def reached(tile: tuple[float, float, float], split: int) -> float:
+        used = _used(batch * split, rows, columns, device, tile)
+        rate = best * aligned * used * filled(depth / split, dtype, device, aligned)
+        # each part is written and read once more, in f32
+        parts = 2.0 * _PART * split * batch * rows * columns if split > 1 else 0.0
+        return 1.0 / (1.0 / rate + peak * traffic_seconds(parts, device, launch=False) / flop)
+
+    return max(
+        reached(tile, split) for tile in _TILES for split in _splits(batch, rows, columns, device, tile)
+    )
+
+
+def sustained(dtype: str, device: Device) -> float:
+    """Part of `flop_rate` that the clock under load leaves to products, or to those of 8 bits of theirs."""
+    return device.kernels.clock * (device.kernels.narrow if dtype == "f8" else 1.0)
 
 
 def filled(depth: float, dtype: str, device: Device, aligned: float = 1.0) -> float:
@@ -77,7 +97,14 @@ def begin_and_end(dtype: str, device: Device) -> float:
 
 
 def aligned_rate(
-    batch: int, rows: int, columns: int, depth: int, dtype: str, device: Device, *, turned: tuple[bool, bool]
+    batch: int,
+    rows: int,
+    columns: int,
+    depth: float,
+    dtype: str,
+    device: Device,
+    *,
+    turned: tuple[bool, bool],
 ) -> float:
     """Part of the rate where rows, of either factor or of the result, do not lie in memory at whole 16 bytes,
     as matrix units want them (NVIDIA, "Matrix multiplication background user's guide", section 3.1). turned:
@@ -107,10 +134,11 @@ def _splits(
 
 
 def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]) -> float:
-    """Part of the best rate that tiles of a size reach."""
+    """Part of the best rate that tiles of a size reach; 1.0 where none are known to run side by side."""
     tiles, at_once = _tiles(batch, rows, columns, device, tile)
-    inside = _inside(rows, columns, device, tile)
-    return inside * (tiles / at_once) / ceil(tiles / at_once) if at_once else inside
+    if not at_once:
+        return 1.0
+    return _inside(rows, columns, device, tile) * (tiles / at_once) / ceil(tiles / at_once)
 
 
 def edge_rate(rows: float, columns: float, device: Device) -> float:

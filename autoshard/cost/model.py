@@ -18,6 +18,8 @@ from autoshard.cost.kernel_time import (
     begin_and_end,
     edge_rate,
     filled,
+    reached_rate,
+    sustained,
 )
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import DTYPES, TensorType
@@ -49,14 +51,18 @@ class CostModel:
         states: Sequence[OpState],
         sizes: Sequence[int],
         scale: float = 1.0,
-        grow: Sequence[float] = (),
+        grows: bool = False,
+        grow: Sequence[bool] = (),
         turned: tuple[bool, bool] = (False, False),
+        waves: bool = False,
     ) -> NDArray[np.float64]:
         """Seconds of computing of one call in each of its states, on the fullest rank; [states].
 
         Its FLOP are done in the type of its first result: what attention keeps for its backward is wider.
-        scale: times as much is computed. grow: as many times as large is each value, ins first. turned: of a
-        product, whether each of its factors lies in memory by its other dim.
+        scale: there are so many times as many sequences. grows: whether there is more to compute with more of
+        them. grow: which values hold them, ins first; left out, all may. turned: of a product, whether each
+        of its operands lies in memory by its other dim. waves: whether the last wave of tiles, which may be
+        nearly empty, counts where there are more of them with more sequences: they then may take less each.
         """
         if rule.kind == "view" or not states:
             return np.zeros(len(states))
@@ -70,23 +76,22 @@ class CostModel:
         moved = np.zeros(len(states))
         copies = copies_of(rule.rate, turned) if rule.rate else (0.0, 0.0)
         for number, type_ in enumerate(ins):
-            times = grow[number] if grow else 1.0
+            times = scale if grow and grow[number] else 1.0
             times *= 1.0 + (copies[number - len(ins)] if number >= len(ins) - 2 else 0.0)
             moved += times * self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
         sums = np.zeros(len(states))  # how many there are, in results with rows and columns
         for number, type_ in products:
-            times = grow[len(ins) + number] if grow else 1.0
+            times = scale if grow and grow[len(ins) + number] else 1.0
             written = times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
             moved += written
             if len(type_.shape) > 1:
                 sums += written / DTYPES[type_.dtype][1]
-        flops = scale * rule.flops / np.array([s.ways for s in states], dtype=np.float64)
+        flops = (scale if grows else 1.0) * rule.flops / np.array([s.ways for s in states], dtype=np.float64)
         device = self.device
         if rule.kernel == "product":
-            # what both matrices hold more of, and their product does not, is what is summed over
-            left, right, whole = grow[-3:] if grow else (1.0, 1.0, 1.0)
-            longer = left if left == right != whole else 1.0
-            flops /= self._reached(ins[-2:], states, sizes, longer, dtype, turned)
+            held = grow[-3:] if grow else (True, True, True)
+            waves = waves or not held[-1]
+            flops /= self._reached(ins[-2:], states, sizes, _growing(held, scale), dtype, turned, waves=waves)
         elif rule.kernel == "" and rule.kind == "matmul":
             # experts and convolutions: every sum takes as much longer as a tile takes to begin and to end
             flops += np.where(flops > 0, 2.0 * begin_and_end(dtype, device) * sums, 0.0)
@@ -99,32 +104,40 @@ class CostModel:
 
     def _reached(
         self,
-        factors: Sequence[TensorType],
+        operands: Sequence[TensorType],
         states: Sequence[OpState],
         sizes: Sequence[int],
-        longer: float,
+        scales: Sequence[float],
         dtype: str,
         turned: tuple[bool, bool],
+        *,
+        waves: bool,
     ) -> NDArray[np.float64]:
         """Part of its rate that a product reaches in each state, for the length of its sum, for how its rows
-        lie in memory and for the edges of its tiles. factors: its matrices. longer: as many times as long is
-        the sum.
-
-        Waves of tiles are left out, and so are edges of rows that hold the batch: with more sequences nothing
-        may take less.
+        lie in memory and for the tiles of its result. operands: its matrices. scales: see `_growing`. waves:
+        whether waves of tiles count; without them no sequence takes less beside more of them, and edges of
+        rows that hold the batch are left out as well.
         """
+        device = self.device
         cache: dict[tuple[Layout | None, ...], float] = {}
         for state in states:
             layouts = tuple(state.inputs[-2:])
             if layouts not in cache:
                 (*many, rows, depth), (*_, columns) = (
                     held_shape(type_.shape, layout, sizes)
-                    for type_, layout in zip(factors, layouts, strict=True)
+                    for type_, layout in zip(operands, layouts, strict=True)
                 )
-                batch = prod(many)
-                aligned = aligned_rate(batch, rows, columns, depth, dtype, self.device, turned=turned)
-                edges = edge_rate(rows if turned[0] or batch > 1 else inf, columns, self.device)
-                cache[layouts] = aligned * edges * filled(longer * depth, dtype, self.device, aligned)
+                batch, depth = prod(many), round(scales[3] * depth)
+                if waves:
+                    ways, down, across = (
+                        round(scale * n) for scale, n in zip(scales[:3], (batch, rows, columns), strict=True)
+                    )
+                    cache[layouts] = reached_rate(ways, down, across, depth, dtype, device, turned=turned)
+                    continue
+                aligned = aligned_rate(batch, rows, columns, depth, dtype, device, turned=turned)
+                edges = edge_rate(rows if turned[0] or batch > 1 else inf, columns, device)
+                full = edges * filled(depth, dtype, device, aligned)
+                cache[layouts] = aligned * full * sustained(dtype, device)
         return np.array([cache[tuple(state.inputs[-2:])] for state in states])
 
     def _all_bytes(
@@ -169,3 +182,16 @@ class CostModel:
         )
         sent = scale * widest * destinations(slots, sizes[axis])
         return float(seconds("all_to_all", sent, self.reshard.links[axis]))
+
+
+def _growing(held: Sequence[bool], scale: float) -> list[float]:
+    """As how many times as long (batch, rows, columns, depth) of a product count with ``scale`` times the
+    sequences. held: whether left, right and result hold them; the sum is what only the result does not."""
+    left, right, result = held
+    lengths = (
+        left and right and result,
+        left and not right,
+        right and not left,
+        left and right and not result,
+    )
+    return [scale if longer else 1.0 for longer in lengths]

@@ -35,8 +35,8 @@ from autoshard.verify.static import verify_static
 #: model, cluster, mesh, share of the memory that the fastest plan takes: parameters lie split over both axes
 CASES = (
     ("gpt2", "even", "fsdp=2,tp=2", 0.8),
-    ("gpt2", "h100-dgx", "fsdp=2,tp=2", 0.8),
-    ("llama", "h100-dgx", "fsdp=4,tp=2", 0.6),
+    ("gpt2", "h100-dgx", "fsdp=2,tp=2", 0.7),
+    ("llama", "h100-dgx", "fsdp=4,tp=2", 0.7),
 )
 DEEP = (("deep", "slow", "fsdp=2,tp=2", 0.7), ("deep", "slow", "fsdp=4,tp=2", 0.8))
 #: products take as many times longer on the slow cluster, so that messages of small models have company

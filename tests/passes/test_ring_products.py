@@ -170,17 +170,17 @@ def test_no_ring_where_nothing_runs_beside_messages() -> None:
 
 
 def test_rings_are_made_where_their_price_is_lower() -> None:
-    """Some gain, some lose in small chunks what they hide, and are left apart."""
+    """Some gain, some lose in the launches of small chunks what they hide, and are left apart."""
     found = planned("llama", "tp=2")
     base = even_cluster()
     kernels = replace(base.device.kernels, depth=0.0)
     slow = replace(
         base,
-        device=replace(base.device, kernels=kernels),
-        levels=tuple(replace(level, bandwidth=1e7) for level in base.levels),
+        device=replace(base.device, kernels=kernels, launch_overhead=4e-5),
+        levels=tuple(replace(level, bandwidth=2e7) for level in base.levels),
     )
     apart, made = (compile_analysed(replace(found, cluster=slow), ring=on) for on in (False, True))
-    taken = {("layers_fwd", GATHER): 1, ("layers_fwd", SCATTER): 1, ("layers_bwd", GATHER): 1}
+    taken = {("layers_fwd", GATHER): 1, ("layers_fwd", SCATTER): 1}
     assert rings_in(made) == taken
     one, two = (estimate_step(p, slow).seconds for p in (apart, made))
     assert two < one

@@ -105,7 +105,7 @@ def test_a_baseline_that_seems_faster_has_to_fit() -> None:
 def test_a_plan_on_the_mesh_of_a_baseline_may_be_the_better_one() -> None:
     """One that the search did not look at is taken if it was given, fits and is faster."""
     machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH, baselines=True)
-    looked_at = [Staged(Mesh.parse("tp=4")), Staged(Mesh.parse("fsdp=2,tp=2"))]
+    looked_at = [Staged(Mesh.parse("tp=4"))]
     search = _Search(analysed("gpt2").model, machine, ask, lambda _: None, None, 4, Searches())
     alone = search.many(looked_at)
     told = search.baselines(4, alone)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from typing import Literal
 
 import pytest
+from ringed import even_cluster, planned
 
 import autoshard
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.kernel_time import attention_seconds, product_seconds
 from autoshard.cost.on_mesh import cost_model
@@ -15,6 +19,10 @@ from autoshard.ir import Node, Ref, TensorType
 from autoshard.ir.placement import R
 from autoshard.rules import attention, matmul
 from autoshard.rules.states import OpState
+from autoshard.search.plan.plan import Plan
+from autoshard.search.solve.formulate import layer_calls
+from autoshard.search.solve.step_config import StepConfig
+from autoshard.simulate.estimate import Estimator
 from autoshard.validate.models import Architecture, Kind, on_meta
 
 
@@ -50,9 +58,15 @@ def test_attention_is_priced_in_the_type_of_its_result() -> None:
 
 
 def _by_search(
-    left: tuple[int, ...], right: tuple[int, ...], turned: tuple[bool, bool] = (False, False)
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    turned: tuple[bool, bool] = (False, False),
+    grow: tuple[bool, ...] = (),
+    *,
+    scale: float = 1.0,
+    waves: bool = False,
 ) -> float:
-    """Seconds of a product of whole bf16 matrices on an H100."""
+    """Seconds of a product of whole bf16 matrices on an H100. grow: which of them hold the batch."""
     cluster = load_cluster("h100-dgx")
     ins = [TensorType(left, "bf16"), TensorType(right, "bf16")]
     out = TensorType((*left[:-1], right[-1]), "bf16")
@@ -60,8 +74,20 @@ def _by_search(
     rule = matmul.RULES[op](Node(op, (Ref("a"), Ref("b")), (), ("c",), (out,)), ins)
     prices = cost_model(cluster, Mesh.parse("dp=1"))
     states = [OpState(((R,), (R,)), ((R,),), 1)]
-    (found,) = prices.op_seconds(rule, ins, [out], states, (1,), turned=turned)
+    (found,) = prices.op_seconds(
+        rule, ins, [out], states, (1,), scale, any(grow), grow, turned=turned, waves=waves
+    )
     return float(found)
+
+
+def _by_simulation(
+    left: tuple[int, ...], right: tuple[int, ...], turned: tuple[bool, bool] = (False, False)
+) -> float:
+    """The same on the time line."""
+    device = load_cluster("h100-dgx").device
+    batch, rows, depth = prod(left[:-2]), left[-2], left[-1]
+    moved = 2.0 * (prod(left) + prod(right) + prod((*left[:-1], right[-1])))
+    return product_seconds(batch, rows, right[-1], depth, "bf16", moved, device, turned=turned)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +105,49 @@ def test_a_large_product_takes_in_the_search_what_it_takes_in_the_simulation(
     left: tuple[int, ...], right: tuple[int, ...], turned: tuple[bool, bool]
 ) -> None:
     """Where waves of tiles are full: rows that are not aligned, and tiles that are not filled."""
-    device = load_cluster("h100-dgx").device
-    batch, rows, depth = prod(left[:-2]), left[-2], left[-1]
-    moved = 2.0 * (prod(left) + prod(right) + prod((*left[:-1], right[-1])))
-    expected = product_seconds(batch, rows, right[-1], depth, "bf16", moved, device, turned=turned)
-    assert _by_search(left, right, turned) == pytest.approx(expected, rel=0.02)
+    assert _by_search(left, right, turned) == pytest.approx(_by_simulation(left, right, turned), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((1024, 8192), (8192, 2816)), ((130, 300), (300, 520)), ((7, 100, 60), (7, 60, 72)), ((1, 8), (8, 8))],
+)
+def test_with_waves_a_product_takes_in_the_search_exactly_what_it_takes_in_the_simulation(
+    left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    """And never less than without, by which other microbatches are bounded."""
+    expected = pytest.approx(_by_simulation(left, right), rel=1e-9)
+    assert _by_search(left, right, waves=True) == expected
+    assert _by_search(left, right) <= _by_search(left, right, waves=True) * (1 + 1e-9)
+
+
+def test_a_gradient_of_a_weight_has_its_waves_for_any_microbatch() -> None:
+    """Its result holds no sequences, of which more only make its sums longer: never more for each of them."""
+    held = (True, True, False)
+    few, many = (
+        _by_search((1280, n * 1000), (n * 1000, 6000), (True, False), held, scale=1.0) for n in (1, 4)
+    )
+    assert few == pytest.approx(_by_simulation((1280, 1000), (1000, 6000), (True, False)), rel=1e-9)
+    grown = _by_search((1280, 1000), (1000, 6000), (True, False), held, scale=4.0)
+    assert few < many < 4 * few and grown == pytest.approx(many, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "tp=2"), ("gpt2", "tp=2"), ("gpt2", "dp=2,tp=2")])
+def test_messages_that_recomputation_sends_once_more_are_those_of_the_program(
+    name: str, mesh: str, policy: Literal["selective", "full"]
+) -> None:
+    made = planned(name, mesh)
+    assert made.solution is not None
+    usage = made.solution.placements.usage
+    setting = StepConfig(1, layer_calls(made.analysis.folded))
+    sums = [s.sums(usage) for s in (setting, setting.recomputing(policy))]
+
+    def talk(plan: Plan) -> float:
+        program = compile_analysed(replace(made, plan=plan), ring=False, bucket=False)
+        estimator, lowered = Estimator(program, even_cluster()), program.lowered
+        return sum(estimator.priced(lowered.of(p)).comm for p in lowered.parts if p.phase == "backward")
+
+    more = talk(replace(made.plan, recompute=dict(setting.recomputing(policy).recompute))) - talk(made.plan)
+    assert more > 0
+    assert sums[1].talk_backward - sums[0].talk_backward == pytest.approx(more, rel=0.01)

@@ -323,9 +323,19 @@ class _Builder:
             offered = self._source(var_number, 0)
             if value not in inputs:
                 producer, position = self.producer[place]
-                talk = Time("talk", self.backward[name], *self.kept.recomputed_by(self.users.get(place, ())))
-                self._connect(talk, producer, position, var_number, offered, place, type_, self.counts[name])
+                kinds = self._talk(name, self.users.get(place, ()), place)
+                self._connect(kinds, producer, position, var_number, offered, place, type_, self.counts[name])
             self.producer[place] = (var_number, 0)
+
+    def _talk(self, name: str, nodes: Sequence[tuple[str, int]], made: Place) -> tuple[Time, Time]:
+        """(kind of seconds of a reshard on the way to ops and to a value of a segment, the same of those to
+        layouts of more bytes)."""
+        kind = Time("talk", self.backward[name], *self.kept.recomputed_by(nodes))
+        if kind.cheap or made not in self.kept.read:
+            return kind, kind
+        # selective recomputation starts from the smaller of the two, or from one that is saved anyway
+        again = kind._replace(segment=name, cheap=True)
+        return again if self.kept.read[made] else kind._replace(segment=name), again
 
     def _produced(self, name: str, value: str) -> list[Layout]:
         producer, position = self.producer[name, value]
@@ -455,7 +465,8 @@ class _Builder:
         layouts = self._plain_layouts(place, type_)
         var = self._add(("result", number), ResultVar(number, tuple(layouts)))
         backward = bool(place[0]) and self.backward[place[0]]
-        self._connect_place(Time("talk", backward), place, var, self._laid(layouts), type_, 1)
+        kind = Time("talk", backward)
+        self._connect_place((kind, kind), place, var, self._laid(layouts), type_, 1)
 
     def _plain_layouts(self, place: Place, type_: TensorType) -> list[Layout]:
         every = [True] * len(self.sizes)
@@ -496,7 +507,7 @@ class _Builder:
 
     def _connect(
         self,
-        kind: Time,
+        kinds: tuple[Time, Time],
         source: int,
         position: int,
         target: int,
@@ -505,10 +516,11 @@ class _Builder:
         type_: TensorType,
         count: int,
     ) -> None:
-        """Add the cost of the reshard between two variables, ``count`` times. place: of the value."""
+        """Add the cost of the reshard between two variables, ``count`` times. kinds: see `_talk`. place: of
+        the value."""
         reduces = place not in self.model.unreduced
         way = self._way(type_, self._grows(place, type_), self._source(source, position), required, reduces)
-        self.entries.append(Joined(kind, source, target, count, way))
+        self.entries.append(Joined(*kinds, source, target, count, way))
 
     def _way(self, type_: TensorType, grows: bool, given: Laid, target: Laid, reduces: bool) -> LayoutChange:
         """Many edges are alike."""
@@ -518,28 +530,35 @@ class _Builder:
         return self.ways[key]
 
     def _connect_place(
-        self, kind: Time, place: Place, target: int, required: Laid, type_: TensorType, count: int
+        self,
+        kinds: tuple[Time, Time],
+        place: Place,
+        target: int,
+        required: Laid,
+        type_: TensorType,
+        count: int,
     ) -> None:
         source, position = self.producer[place] if place in self.producer else (self.index[place], 0)
-        self._connect(kind, source, position, target, required, place, type_, count)
+        self._connect(kinds, source, position, target, required, place, type_, count)
 
     def _edges_inside(self, name: str) -> None:
-        for number in range(len(self.model.folded.segments[name].nodes)):
-            refs = self.kinds[name, number].refs
-            kind = Time("talk", self.backward[name], *self.kept.recomputed_by([(name, number)]))
+        for number, node in enumerate(self.model.folded.segments[name].nodes):
+            refs, view = self.kinds[name, number].refs, self.model.rules[name, number].kind == "view"
+            # what other ops make of a value is saved, or they run again
+            kinds = self._talk(name, [(name, number)], (name, node.outs[0] if view else ""))
             target = self.index["node", name, number]
             var = self.variables[target]
             assert isinstance(var, NodeVar)
             for position, ref in enumerate(refs):
                 required = self._of_calls(var.states, position, given=False)
                 type_ = self.types[name][ref]
-                self._connect_place(kind, (name, ref), target, required, type_, self.counts[name])
+                self._connect_place(kinds, (name, ref), target, required, type_, self.counts[name])
 
     def _edges_between(self) -> None:
         for (source, target), count in self.model.flow.edges.items():
             var = self.index[target]
             kind = Time("talk", self.backward[target[0]])
-            self._connect_place(kind, source, var, self._source(var, 0), self._type(target), count)
+            self._connect_place((kind, kind), source, var, self._source(var, 0), self._type(target), count)
         for group in self.model.flow.classes.values():
             for grad in group.grads:
                 self._gradient(group, grad)

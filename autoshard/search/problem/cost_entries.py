@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost.model import CostModel
 from autoshard.ir import TensorType
@@ -57,13 +58,20 @@ class LayoutChange:
 class BatchPricing:
     """Prices with ``scale`` times the sequences; what is alike is priced once.
 
-    sizes: of the axes. fixed: prices at another scale, of which those that do not depend on it are taken.
+    sizes: of the axes. fixed: prices at another scale or without waves, of which those that do not depend on
+    it are taken. waves: see `CostModel.op_seconds`.
     """
 
     def __init__(
-        self, cost: CostModel, sizes: Sequence[int], scale: float = 1.0, fixed: BatchPricing | None = None
+        self,
+        cost: CostModel,
+        sizes: Sequence[int],
+        scale: float = 1.0,
+        fixed: BatchPricing | None = None,
+        *,
+        waves: bool = False,
     ) -> None:
-        self.cost, self.sizes, self.scale, self._fixed = cost, tuple(sizes), scale, fixed
+        self.cost, self.sizes, self.scale, self.waves, self._fixed = cost, tuple(sizes), scale, waves, fixed
         self._busy: dict[CallGroup, Array] = {}
         self._ways: dict[LayoutChange, Array] = {}
 
@@ -71,24 +79,49 @@ class BatchPricing:
         """Seconds of computing of a call in each of its states."""
         cached = self._busy.get(call)
         if cached is None:
-            if self._fixed is not None and not call.grows and not any(call.grow):
+            if self._fixed is not None and not self._changes(call):
                 cached = self._fixed.busy(call)
             else:
-                scale = self.scale if call.grows else 1.0
-                grow = [self.scale if g else 1.0 for g in call.grow]
                 cached = self.cost.op_seconds(
-                    call.rule, call.ins, call.outs, call.states, self.sizes, scale, grow, call.turned
+                    call.rule,
+                    call.ins,
+                    call.outs,
+                    call.states,
+                    self.sizes,
+                    self.scale,
+                    call.grows,
+                    call.grow,
+                    call.turned,
+                    self.waves,
                 )
             self._busy[call] = cached
         return cached
+
+    def _changes(self, call: CallGroup) -> bool:
+        """Whether it takes another time than by the prices that there are already."""
+        grows = call.grows or any(call.grow)
+        rescaled = self._fixed is not None and self._fixed.scale != self.scale
+        return grows and (rescaled or (self.waves and call.rule.kernel == "product"))
 
     def way(self, way: LayoutChange) -> Array:
         """Seconds between layouts, [given, wanted]."""
         cached = self._ways.get(way)
         if cached is None:
-            cached = self._fixed.way(way) if self._fixed is not None and not way.grows else self._reshard(way)
+            given = self._fixed
+            alike = given is not None and (given.scale == self.scale or not way.grows)
+            cached = given.way(way) if given is not None and alike else self._reshard(way)
             self._ways[way] = cached
         return cached
+
+    def larger(self, way: LayoutChange) -> NDArray[np.bool_]:
+        """Whether a rank holds more in the layout that is wanted, [given, wanted]."""
+        given, wanted = (
+            np.array(
+                [(lay and self.cost.local_bytes(way.type, lay, self.sizes)) or 0.0 for lay in laid.layouts]
+            )
+            for laid in (way.given, way.wanted)
+        )
+        return np.greater(wanted[None, :], given[:, None])
 
     def _reshard(self, way: LayoutChange) -> Array:
         given, target = way.given.layouts, way.wanted.layouts
@@ -147,16 +180,23 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Joined:
-    """The reshard between two variables, ``count`` times."""
+    """The reshard between two variables, ``count`` times. larger: kind of those to layouts of more bytes."""
 
     key: Time
+    larger: Time
     source: int
     target: int
     count: int
     way: LayoutChange
 
     def put(self, terms: CostTerms, prices: BatchPricing) -> None:
-        terms.join(self.key, self.source, self.target, self.count * prices.way(self.way))
+        seconds = self.count * prices.way(self.way)
+        if self.larger != self.key:
+            apart = prices.larger(self.way) & np.isfinite(seconds) & (seconds > 0)
+            if apart.any():
+                terms.join(self.larger, self.source, self.target, np.where(apart, seconds, 0.0))
+                seconds = np.where(apart, 0.0, seconds)
+        terms.join(self.key, self.source, self.target, seconds)
 
 
 @dataclass(frozen=True)

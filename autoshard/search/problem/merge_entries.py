@@ -16,7 +16,7 @@ def merged(entries: Sequence[Entry]) -> list[Entry]:
             case Busy() | Exchanged():
                 key: Hashable = (type(entry), entry.key, entry.variable, entry.call)
             case Joined():
-                key = (Joined, entry.key, entry.source, entry.target, entry.way)
+                key = (Joined, entry.key, entry.source, entry.target, entry.way, entry.larger)
             case _:
                 key = number
         before = by_key.get(key)

@@ -118,11 +118,17 @@ class Blueprint:
         """For that batch, a multiple of the one that they were laid out with."""
         prices = self.prices
         if batch is not None and batch != self.batch:
-            prices = BatchPricing(prices.cost, prices.sizes, batch / self.batch, prices)
+            scale = batch / self.batch
+            prices = BatchPricing(prices.cost, prices.sizes, scale, prices, waves=prices.waves)
         terms = CostTerms(list(self.states))
         for entry in self.entries:
             entry.put(terms, prices)
         return terms
+
+    def with_waves(self) -> Blueprint:
+        """The same where waves of tiles count (see `CostModel.op_seconds`)."""
+        prices = self.prices
+        return replace(self, prices=BatchPricing(prices.cost, prices.sizes, prices.scale, prices, waves=True))
 
 
 def compatible_states(before: Array | None, mask: Array) -> Array:
@@ -194,5 +200,14 @@ class Problem:
         """The same for microbatches of ``batch`` sequences. Its layouts are still those of the smaller batch:
         good for costs, not for a plan."""
         assert self.blueprint is not None
-        terms = self.blueprint.terms(batch).only(self.kept)
-        return replace(self, terms=terms, known=SolutionCache(self.known.orders), blueprint=None)
+        return replace(self._priced(self.blueprint, batch), blueprint=None)
+
+    def with_waves(self) -> Problem:
+        """The same where waves of tiles count, as for a plan: see `CostModel.op_seconds`."""
+        assert self.blueprint is not None
+        blueprint = self.blueprint.with_waves()
+        return replace(self._priced(blueprint), blueprint=blueprint)
+
+    def _priced(self, blueprint: Blueprint, batch: int | None = None) -> Problem:
+        terms = blueprint.terms(batch).only(self.kept)
+        return replace(self, terms=terms, known=SolutionCache(self.known.orders))

@@ -23,11 +23,13 @@ NodeKey = tuple[str, int]
 @dataclass(frozen=True)
 class SavedTerms:
     """bytes: (kind, the place whose storage it is, in how many calls). full, selective: nodes that run again
-    under these policies."""
+    under these policies. read: values of layers that backward reads, and what they are views of -> whether
+    backward reads the storage of a view as well, from which it can be laid out once more."""
 
     bytes: tuple[tuple[Bytes, Place, int], ...]
     full: frozenset[NodeKey]
     selective: frozenset[NodeKey]
+    read: Mapping[Place, bool]
 
     def recomputed_by(self, nodes: Collection[NodeKey]) -> tuple[str, bool]:
         """(segment, whether under both policies) if any of the nodes is recomputed, else ("", False)."""
@@ -79,7 +81,10 @@ class _Analysis:
                 entries.append((Bytes("kept", segment, cheap, late.get(root)), root, count))
         entries += [(Bytes("waiting"), root, count) for root, count in waiting.items()]
         entries += self._inputs(read, staying)
-        return SavedTerms(tuple(entries), frozenset(self.full), frozenset(self.selective))
+        used = {s for s, t in self.flow.edges if s[0] in self.layers and self.backward[t[0]]}
+        views = {v for place in used for v in (place, *self._viewed(place))}
+        kept = {v: self.root(v) != v and self.root(v) in used for v in views}
+        return SavedTerms(tuple(entries), frozenset(self.full), frozenset(self.selective), kept)
 
     def _waiting(self, read: Mapping[Place, int]) -> tuple[dict[Place, bool], dict[Place, int]]:
         """(what backward reads -> whether gradients of parameters are made of it, gradients of activations
@@ -147,8 +152,15 @@ class _Analysis:
 
     def root(self, place: Place) -> Place:
         """The value whose storage a view shares."""
+        return next(reversed([place, *self._viewed(place)]))
+
+    def _viewed(self, place: Place) -> Iterator[Place]:
+        """What a value is a view of, and so on."""
         name, value = place
         graph, makers = self.folded.segments[name], self.makers[name]
         while value in makers and self.rules[name, makers[value]].kind == "view":
-            value = next(refs_of(graph.nodes[makers[value]]), value)
-        return (name, value)
+            source = next(refs_of(graph.nodes[makers[value]]), value)
+            if source == value:
+                return
+            value = source
+            yield name, value

@@ -49,6 +49,11 @@ class ShardingProblem:
         return place(self.problem, self.setting, None, allowed=self.allowed, limits=FINAL)
 
     @cached_property
+    def with_waves(self) -> ShardingProblem:
+        """The same where waves of tiles count (see `Problem.with_waves`)."""
+        return replace(self, problem=self.problem.with_waves())
+
+    @cached_property
     def _grown(self) -> dict[int, ShardingProblem]:
         return {}
 
@@ -72,14 +77,15 @@ def formulate(
     order: RankOrder | None = None,
     stored: Mapping[str, Layout] | None = None,
     larger: int = 0,
+    waves: bool = True,
 ) -> ShardingProblem:
     """The problem of a model on a mesh.
 
     cluster: or the prices of its meshes, if some are known already. merge: see neighbouring batch axes as one
     (`SearchAxes`). axes: in their place. order: of ranks on devices. pins: what is decided already. stored:
     layouts that parameters have already. larger: sequences of the microbatch that it is wanted for, if that
-    leaves the same to decide: whether there is a solution shows there. Raises UsageError if the mesh cannot
-    be used for the model at all, or with these pins.
+    leaves the same to decide: whether there is a solution shows there. waves: see `Problem.with_waves`.
+    Raises UsageError if the mesh cannot be used for the model at all, or with these pins.
     """
     axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
     machine = cluster if isinstance(cluster, CostModels) else CostModels(cluster)
@@ -93,6 +99,7 @@ def formulate(
     for strict, loose in dict.fromkeys(((True, nothing), (True, pinned), (False, nothing))):
         # some op may follow the axes' meanings only alone, not together with its neighbours
         problem = build_problem(model, axes, prices, strict=strict, loose=loose, stored=stored)
+        problem = problem.with_waves() if waves else problem
         try:
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))

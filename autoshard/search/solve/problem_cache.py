@@ -45,7 +45,7 @@ class ProblemCache:
         self.total = total or self.captured
         self.prices = CostModels(cluster, world)
         self._posed: dict[object, ShardingProblem] = {}
-        self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], ShardingProblem] = {}
+        self._grown: dict[tuple[Mesh, int, tuple[Pin, ...], bool], ShardingProblem] = {}
         self._models: dict[int, Model] = {}
         self._orders: dict[Mesh, RankOrder] = {}
 
@@ -67,16 +67,19 @@ class ProblemCache:
         larger: int = 0,
     ) -> ShardingProblem:
         """A mesh with microbatches of ``batch`` sequences; merge: see `search.solve.formulate.formulate`.
-        roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.
-        axes: in place of those of the mesh. stored: layouts that parameters have already. larger: microbatch
-        that it is asked for, see there.
+        roughly: for bounds of other microbatches, without waves of tiles, and with ranks of a pipeline on
+        devices in an order that is soon found. axes: in place of those of the mesh. stored: layouts that
+        parameters have already. larger: microbatch that it is asked for, see there.
 
         Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
         """
         # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
         merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
-        roughly = roughly and self.cluster.links is not None and self.prices.ranks(mesh) > 1
-        key = (mesh, batch, pins, merge, roughly, axes, stored)
+        ordered = not roughly or self.cluster.links is None or self.prices.ranks(mesh) == 1
+        key = (mesh, batch, pins, merge, ordered, axes, stored, not roughly)
+        without = self._posed.get((*key[:-1], False))
+        if key not in self._posed and without is not None:
+            self._posed[key] = without.with_waves
         if key not in self._posed:
             self._posed[key] = formulate(
                 self._scaled(mesh, batch),
@@ -89,21 +92,22 @@ class ProblemCache:
                 axes=axes,
                 stored=dict(stored),
                 larger=larger,
-                order=self.prices.rough_order(mesh) if roughly else self.order(mesh),
+                order=self.order(mesh) if ordered else self.prices.rough_order(mesh),
+                waves=not roughly,
             )
         return self._posed[key]
 
     def priced(
         self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int, *, bounds: bool = False
     ) -> ShardingProblem:
-        """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
-        leaves the same to decide. bounds: or where that takes no more."""
+        """As `of`, roughly and good for costs alone: the problem of ``least`` sequences with more of them,
+        where that leaves the same to decide. bounds: or where that takes no more; of this batch alone."""
         formulated = self.of(mesh, least, pins, roughly=True, larger=batch if batch != least else 0)
         grows = formulated.problem.grows_to(batch) or (bounds and formulated.problem.bounds(batch))
         if batch == least or not grows:
-            return self.of(mesh, batch, pins, roughly=True)
-        key = (mesh, batch, pins)
-        self._grown[key] = formulated.grown(batch)
+            return self.of(mesh, batch, pins, roughly=not bounds)
+        key = (mesh, batch, pins, bounds)
+        self._grown[key] = (formulated.with_waves if bounds else formulated).grown(batch)
         return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:
