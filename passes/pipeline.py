@@ -295,7 +295,7 @@ FINISHING = (
     _pass(
         "gather_once",
         lambda g, c: gather_once(g, kept_ports(c.folded, c.options)),
-        lambda c: c.options.plan.microbatches > 1 and bool(kept_ports(c.folded, c.options)),
+        lambda c: c.options.plan.gathers_apart and bool(kept_ports(c.folded, c.options)),
         needs="stages",
     ),
     _pass(

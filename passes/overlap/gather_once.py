@@ -1,9 +1,9 @@
 """Gather once a step what is kept gathered: parameters that the plan stores split and uses whole.
 
-With one microbatch a gather stands where its layer needs it. With several, or where a pipeline stage runs
-all its microbatches one after the other, every further gather of the same parameter is waste
-(Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023): those whose copy is kept until backward go into a
-part of their own, ``gather``, which runs before the first microbatch.
+With one microbatch a gather stands where its layer needs it. With several every further gather of the same
+parameter is waste (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023), and the stages of a pipeline
+gather while they wait for the first: gathers whose copy is kept until backward go into a part of their own,
+``gather``, which runs before the first microbatch.
 """
 
 from __future__ import annotations

@@ -201,9 +201,9 @@ def test_what_is_done_once_beside_several_microbatches_is_bare() -> None:
     # the weights say the same
     found = several.time_weight(several.exposure(taken))
     assert sum(found(k) * s for k, s in taken.seconds.items()) == pytest.approx(several.step(taken).total)
-    # a pipeline reduces behind its last microbatch, were it the only one
+    # a pipeline gathers before its first microbatch and reduces behind its last, were it the only one
     piped = replace(one, pipe=Pipe(2, "1f1b"))
-    assert piped.sums(taken).once == 2.0
+    assert piped.sums(taken).once == 3.0
 
 
 # -- networks from terms -----------------------------------------------------------------------------------

@@ -45,21 +45,23 @@ def test_lockstep_equals_eager(name: str, ranks: int, mesh: str, microbatches: i
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "mesh", "schedule", "chunks"),
+    ("name", "ranks", "mesh", "schedule", "chunks", "microbatches"),
     [
-        ("llama-deep", 2, "fsdp=2,tp=2", "breadth-first", 2),
-        ("gpt2-deep", 2, "fsdp=2", "zb-v", 2),
-        ("t5-deep", 2, "fsdp=2", "1f1b", 1),
+        ("llama-deep", 2, "fsdp=2,tp=2", "breadth-first", 2, 3),
+        ("gpt2-deep", 2, "fsdp=2", "zb-v", 2, 3),
+        ("t5-deep", 2, "fsdp=2", "1f1b", 1, 3),
+        ("llama-deep", 2, "fsdp=2", "1f1b", 1, 1),
     ],
 )
 def test_kept_parameters_are_gathered_once_a_step(
-    name: str, ranks: int, mesh: str, schedule: str, chunks: int
+    name: str, ranks: int, mesh: str, schedule: str, chunks: int, microbatches: int
 ) -> None:
-    program = pipeline(name, ranks, mesh, schedule, 3, chunks, keep=True)
+    """All stages at once, in front of their first microbatch, also where there is no other."""
+    program = pipeline(name, ranks, mesh, schedule, microbatches, chunks, keep=True)
     lowered = program.lowered
     gathers = [p for p in lowered.parts if p.phase == "gather"]
     assert len(gathers) == ranks * chunks and any(p.stop > p.start for p in gathers)
-    model, batch = model_and_batch(name, 3)
+    model, batch = model_and_batch(name, microbatches)
     found = verify(program, model, (), batch, steps=2)
     assert found.ok, found.worst()
     # no parameter of those is gathered again in a microbatch

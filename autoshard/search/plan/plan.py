@@ -144,6 +144,12 @@ class Plan:
     tile_rows: int = 0
     products: str = ""
 
+    @property
+    def gathers_apart(self) -> bool:
+        """Whether parameters that are kept gathered are gathered before the first microbatch (see
+        `passes.overlap.gather_once`)."""
+        return self.microbatches > 1 or self.pipeline is not None
+
 
 def why_key(kind: str, *parts: object) -> str:
     """The key of a reason: ``node/layers_fwd/12``, ``param/@3``."""

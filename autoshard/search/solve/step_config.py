@@ -63,11 +63,9 @@ class StepConfig:
     @cached_property
     def apart(self) -> tuple[str, ...]:
         """Collectives once a step that are parts of a program of their own, before its microbatches and after
-        them (`passes.overlap.gather_once`, `defer_reductions`); with a single one, `early_reductions` puts
-        them into its backward, and gathers are where their layers are."""
-        if self.microbatches > 1:
-            return ("first", "last")
-        return ("last",) if self.pipe.ranks > 1 else ()
+        them (`passes.overlap.gather_once`, `defer_reductions`); with a single one and no pipeline,
+        `early_reductions` puts them into its backward, and gathers are where their layers are."""
+        return ("first", "last") if self.microbatches > 1 or self.pipe.ranks > 1 else ()
 
     @property
     def sums_up(self) -> int:
