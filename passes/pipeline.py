@@ -137,8 +137,8 @@ class PassContext:
         return {value for result, value in results if result.kind == "grad"}
 
     def late_gradients(self, lowered: Lowered) -> set[str]:
-        """Gradients that the plan keeps unreduced until the end of a step of several microbatches."""
-        if self.options.plan.microbatches == 1:
+        """Gradients that the plan keeps unreduced until the end of a step."""
+        if not self.options.plan.moves_apart:
             return set()
         ports = late_ports(self.folded, self.options)
         late = {p.target for p in self.folded.joint.ports if p.name in ports}
@@ -295,7 +295,7 @@ FINISHING = (
     _pass(
         "gather_once",
         lambda g, c: gather_once(g, kept_ports(c.folded, c.options)),
-        lambda c: c.options.plan.gathers_apart and bool(kept_ports(c.folded, c.options)),
+        lambda c: c.options.plan.moves_apart and bool(kept_ports(c.folded, c.options)),
         needs="stages",
     ),
     _pass(

@@ -98,12 +98,16 @@ def pipeline(
     position: int = 0,
     keep: bool = False,
 ) -> Program:
-    """A program whose stages begin and end inside layers; keep: gathered parameters for the whole step."""
+    """A program whose stages begin and end inside layers; keep: gathered parameters for the whole step, and
+    gradients as they are made (ZeRO-1)."""
     found = planned(name, mesh)
     cuts = cuts_of(found.analysis.folded, ranks * chunks)
     made = Pipeline(ranks, position, schedule, chunks, cuts)
     plan = replace(found.plan, pipeline=made, microbatches=microbatches)
     if keep:
-        params = {k: replace(p, keep=p.keep or p.stored != p.use) for k, p in plan.params.items()}
+        split = {k: p.stored != p.use for k, p in plan.params.items()}
+        params = {
+            k: replace(p, keep=p.keep or split[k], late=p.late or split[k]) for k, p in plan.params.items()
+        }
         plan = replace(plan, params=params)
     return compile_analysed(replace(found, plan=plan))

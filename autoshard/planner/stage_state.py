@@ -72,7 +72,7 @@ def state_of(
 
 
 def _copies(homes: StagePlaces, folded: Folded, options: LoweringOptions) -> frozenset[str]:
-    if not options.plan.gathers_apart:
+    if not options.plan.moves_apart:
         return frozenset()
     forward = [s for s in homes.uncut.whole.all if not s.backward]
     return frozenset(v for s in gathers_of(forward, kept_ports(folded, options)) for v in s.makes)

@@ -12,6 +12,7 @@ from sampling import all_cases
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.boundaries import ends_of
+from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.verify.lockstep import verify
@@ -61,6 +62,8 @@ def test_kept_parameters_are_gathered_once_a_step(
     lowered = program.lowered
     gathers = [p for p in lowered.parts if p.phase == "gather"]
     assert len(gathers) == ranks * chunks and any(p.stop > p.start for p in gathers)
+    # nor is anything scattered before all of it is made
+    assert any(p.phase == "reduce" and "reduce_scatter" in _messages(lowered, p) for p in lowered.parts)
     model, batch = model_and_batch(name, microbatches)
     found = verify(program, model, (), batch, steps=2)
     assert found.ok, found.worst()
@@ -74,6 +77,12 @@ def test_kept_parameters_are_gathered_once_a_step(
                 ops = [item] if isinstance(item, Node) else lowered.segments[item.segment].graph.nodes
                 sources = {r for op in ops if op.op.startswith("comm.all_gather") for r in refs_of(op)}
                 assert not again & sources
+
+
+def _messages(lowered: Lowered, part: StagePart) -> set[str]:
+    return {
+        item.op.split(".")[1].removesuffix("_bucket") for item in lowered.of(part) if isinstance(item, Node)
+    }
 
 
 def _cases(folder: Path) -> list[dict[str, str]]:

@@ -145,9 +145,9 @@ class Plan:
     products: str = ""
 
     @property
-    def gathers_apart(self) -> bool:
-        """Whether parameters that are kept gathered are gathered before the first microbatch (see
-        `passes.overlap.gather_once`)."""
+    def moves_apart(self) -> bool:
+        """Whether what parameters send once a step goes before the first microbatch and behind the last (see
+        `passes.overlap.gather_once`, `passes.overlap.defer_reductions`)."""
         return self.microbatches > 1 or self.pipeline is not None
 
 
