@@ -9,9 +9,11 @@ gathers, and their gradients stored once they are complete.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeAlias
 
 from autoshard.ir import Call
@@ -98,12 +100,24 @@ class _Work:
         found = {k: self._compute(item) for k, item in enumerate(self.lowered.main)}
         return {k: s for k, s in found.items() if s > 0.0}
 
+    @cached_property
+    def _places(self) -> list[int]:
+        """Places in main of calls that compute anything."""
+        return sorted(self._computing)
+
+    @cached_property
+    def _until(self) -> list[float]:
+        """Seconds of computing in front of each of them, and in all."""
+        return [0.0, *accumulate(self._computing[k] for k in self._places)]
+
     def _before(self, part: StagePart, item: int) -> int | None:
         """The computing call of a part in front of another one."""
-        return next((k for k in range(item - 1, part.start - 1, -1) if k in self._computing), None)
+        at = bisect_left(self._places, item) - 1
+        return self._places[at] if at >= 0 and self._places[at] >= part.start else None
 
     def _behind(self, part: StagePart, item: int) -> int | None:
-        return next((k for k in range(item + 1, part.stop) if k in self._computing), None)
+        at = bisect_right(self._places, item)
+        return self._places[at] if at < len(self._places) and self._places[at] < part.stop else None
 
     def _slot(self, part: StagePart, user: int) -> Slot:
         """Where a load for an instruction is issued."""
@@ -112,7 +126,8 @@ class _Work:
 
     def _beside(self, slot: Slot) -> float:
         """Seconds of computing between issue and use."""
-        return sum(self._computing.get(k, 0.0) for k in range(*slot))
+        begin, end = (self._until[bisect_left(self._places, place)] for place in slot)
+        return end - begin
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -126,9 +141,9 @@ class _Work:
     def _near(self, users: Sequence[int]) -> Iterator[list[int]]:
         """Uses that share a load: what is needed again much later is fetched again."""
         group: list[int] = []
+        places = self._places
         for user in users:
-            between = sum(k in self._computing for k in range(group[-1] + 1, user)) if group else 0
-            if group and between >= _NEAR:
+            if group and bisect_left(places, user) - bisect_right(places, group[-1]) >= _NEAR:
                 yield group
                 group = []
             group.append(user)
