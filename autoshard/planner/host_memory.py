@@ -14,10 +14,8 @@ from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
 
-#: how exactly the share of activations that are stored is looked for
-_FINE = 1 / 16
-#: how often it is interpolated, before it is halved
-_INTERPOLATED = 3
+#: how often the share of activations that are stored is halved
+_HALVINGS = 4
 
 
 class HostFullError(InfeasibleError):
@@ -113,28 +111,18 @@ def _fewest(
     none: tuple[Program, StagePrices],
     peak: float,
 ) -> tuple[Program, StagePrices]:
-    """The smallest share that fits, by interpolation, as peaks fall about in proportion to it, and then by
-    halving. none: with none of them, and its peak in bytes."""
-    low, high = (0.0, peak), (1.0, 0.0)
-    most = build(high[0])
+    """The smallest share that fits, by halving. none: with none of them, and its peak in bytes."""
+    low, high = 0.0, 1.0
+    most = build(high)
     best = most, prices_of(most)
     if (least_peak := peak_of(best[1])) > budget:
         return best if least_peak < peak else none
-    high = high[0], least_peak
-    turn = 0
-    while (width := high[0] - low[0]) > _FINE:
-        share = low[0] + width / 2
-        if turn < _INTERPOLATED:
-            crossing = low[0] + width * (low[1] - budget) / (low[1] - high[1])
-            # a little above where it is expected to fit, and then a little below
-            aside = _FINE / 2 if high[0] == 1.0 else -_FINE / 2
-            share = min(max(crossing + aside, low[0] + _FINE / 2), high[0] - _FINE / 2)
-        turn += 1
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
         tried = build(share)
         prices = prices_of(tried)
-        reached = peak_of(prices)
-        if reached <= budget:
-            high, best = (share, reached), (tried, prices)
+        if peak_of(prices) <= budget:
+            high, best = share, (tried, prices)
         else:
-            low = share, reached
+            low = share
     return best

@@ -66,7 +66,7 @@ class SliceContext:
     values: what every value of the undivided program is. of: its placement on the axis of slices, if it is
     divided. summed: gradients of which every slice makes a term under their own name. moved: value -> what a
     rank has cut it out of, for an axis of the mesh. again: value that backward makes again -> the value of
-    forward. outer: names in main.
+    forward. outer: names in main. cut: what slices of values are, of all layers alike.
     """
 
     slices: int
@@ -78,6 +78,7 @@ class SliceContext:
     rules: Mapping[str, RuleFn]
     mesh: MeshShape
     outer: Namer
+    cut: dict[tuple[PlacedValue, Placement], PlacedValue] = field(default_factory=dict, compare=False)
 
     def place(self, value: str) -> Placement:
         return self.of.get(value, R)
@@ -88,7 +89,10 @@ class SliceContext:
 
     def sliced_as(self, have: PlacedValue, placed: Placement, value: str) -> PlacedValue:
         """What a slice of a value is that lies in another layout."""
-        return sliced_value(have, placed, self.slices, self.mesh.sizes, value)
+        key = (have, placed)
+        if key not in self.cut:
+            self.cut[key] = sliced_value(have, placed, self.slices, self.mesh.sizes, value)
+        return self.cut[key]
 
 
 class SliceEmitter:

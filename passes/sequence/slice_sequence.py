@@ -123,15 +123,12 @@ class _Slicer:
             (part, [i for group in of_part.get(at, []) for i in made.instructions(group)])
             for at, part in enumerate(self.parts)
         ]
-        ports = {n: self.whole.values[n] for n in self.lowered.values if n in self._ports()}
+        # what the program is given, and results that are among it
+        inside = {v for s in self.whole.all for v in s.makes}
+        ports = {n: self.whole.values[n] for n in self.lowered.values if n not in inside}
         values = {**ports, **made.values}
         built = replace(self.lowered, segments=made.segments, values=values, results=self.whole.results)
         return with_parts(built, pieces)
-
-    def _ports(self) -> set[str]:
-        """What the program is given, and results that are among it."""
-        made = {v for s in self.whole.all for v in s.makes}
-        return {n for n in self.lowered.values if n not in made}
 
 
 def _summed(whole: Statements, grads: set[str]) -> frozenset[str]:

@@ -21,8 +21,7 @@ Add: TypeAlias = "Callable[[str, tuple[Arg, ...], PlacedValue, str], str]"
 
 def sliced_type(type_: TensorType, placed: Placement, slices: int) -> TensorType:
     """The type of one slice of a value; of a term of a sum it is that of the sum."""
-    shape = local_shape(type_.shape, (placed,), (slices,), (0,))
-    return TensorType(shape, type_.dtype)
+    return replace(type_, shape=local_shape(type_.shape, (placed,), (slices,), (0,)))
 
 
 def sliced_value(

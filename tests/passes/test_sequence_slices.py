@@ -186,6 +186,7 @@ def test_lockstep_equals_eager(name: str, slices: int, microbatches: int, ranks:
         ("gpt2-odd", "dp=2,tp=2", 2),
         ("llama-odd", "dp=2,tp=2", 4),
         ("mixtral", "tp=2", 2),
+        ("mixtral", "ep=2", 2),
         # a mask that takes padding away from the causal one
         ("llama-deep+padding", "dp=2", 4),
         ("gpt2-deep+padding", "tp=2", 2),

@@ -29,13 +29,14 @@ from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Node, Ref, TensorType
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Partial, Replicate, Shard
+from autoshard.ir.symbols import LocalSize, ShardOf
 from autoshard.ir.transposed import turned_in
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.op_work import Ops, unfused
+from autoshard.simulate.op_work import Ops, product_flops, unfused
 from autoshard.simulate.step import estimate_step, simulated
 from autoshard.simulate.streams import Habits, Player, SegmentCall, pricer
 from autoshard.simulate.transients import Transients
@@ -674,3 +675,18 @@ def test_a_measured_collective_costs_what_was_measured() -> None:
 def test_bad_tables(old: str, new: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         parse_cluster(LEVEL.replace(old, new), where="here")
+
+
+def test_experts_that_do_not_divide_take_the_flop_of_all() -> None:
+    """A rank's op says how many of them it has, by a symbol where ranks have unlike numbers."""
+    tokens, experts, wide = 12, 7, 8
+    slots = TensorType((experts * tokens,), "i64", (2, experts))
+    x = TensorType((experts * tokens, wide), "f32", (2, experts))
+    out = TensorType((experts, wide, wide), "f32")
+
+    def flop(count: int | LocalSize) -> float:
+        args = (Ref("x"), Ref("grad"), Ref("slots"), count, False)
+        node = Node("autoshard.expert_outer.default", args, (), ("out",), (out,))
+        return product_flops(node, [x, x, slots], [out])
+
+    assert flop(LocalSize(experts, (ShardOf("ep", 1, 1),))) == flop(experts) == 2 * x.numel * wide
