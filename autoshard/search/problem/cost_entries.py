@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +75,7 @@ class BatchPricing:
         self.cost, self.sizes, self.scale, self.waves, self._fixed = cost, tuple(sizes), scale, waves, fixed
         self._busy: dict[CallGroup, Array] = {}
         self._ways: dict[LayoutChange, Array] = {}
+        self._larger: dict[LayoutChange, NDArray[np.bool_]] = {} if fixed is None else fixed._larger
 
     def busy(self, call: CallGroup) -> Array:
         """Seconds of computing of a call in each of its states."""
@@ -115,13 +117,14 @@ class BatchPricing:
 
     def larger(self, way: LayoutChange) -> NDArray[np.bool_]:
         """Whether a rank holds more in the layout that is wanted, [given, wanted]."""
-        given, wanted = (
-            np.array(
-                [(lay and self.cost.local_bytes(way.type, lay, self.sizes)) or 0.0 for lay in laid.layouts]
+        if way not in self._larger:
+            bytes_of = partial(self.cost.local_bytes, way.type, sizes=self.sizes)
+            given, wanted = (
+                np.array([0.0 if layout is None else bytes_of(layout) for layout in laid.layouts])
+                for laid in (way.given, way.wanted)
             )
-            for laid in (way.given, way.wanted)
-        )
-        return np.greater(wanted[None, :], given[:, None])
+            self._larger[way] = np.greater(wanted[None, :], given[:, None])
+        return self._larger[way]
 
     def _reshard(self, way: LayoutChange) -> Array:
         given, target = way.given.layouts, way.wanted.layouts
