@@ -97,14 +97,7 @@ def begin_and_end(dtype: str, device: Device) -> float:
 
 
 def aligned_rate(
-    batch: int,
-    rows: int,
-    columns: int,
-    depth: float,
-    dtype: str,
-    device: Device,
-    *,
-    turned: tuple[bool, bool],
+    batch: int, rows: int, columns: int, depth: int, dtype: str, device: Device, *, turned: tuple[bool, bool]
 ) -> float:
     """Part of the rate where rows, of either factor or of the result, do not lie in memory at whole 16 bytes,
     as matrix units want them (NVIDIA, "Matrix multiplication background user's guide", section 3.1). turned:

@@ -58,14 +58,16 @@ def build_problem(
     strict: bool = True,
     loose: frozenset[object] = frozenset(),
     stored: Mapping[str, Layout] | None = None,
+    waves: bool = False,
 ) -> Problem:
     """The decisions about a model on a mesh.
 
     strict: work must be divided over an axis where its meaning says so (the batch over dp and fsdp,
     products inside layers over tp); otherwise that is left to the costs. loose: keys of parameters and ops
     (as in `Problem.index`) to which that does not apply. stored: layouts that parameters have already.
+    waves: see `CostModel.op_seconds`.
     """
-    return _Builder(model, axes, prices, strict, loose, stored or {}).build()
+    return _Builder(model, axes, prices, strict, loose, stored or {}, waves).build()
 
 
 class _Builder:
@@ -77,8 +79,9 @@ class _Builder:
         strict: bool,
         loose: frozenset[object],
         stored: Mapping[str, Layout],
+        waves: bool,
     ) -> None:
-        self.stored = stored
+        self.stored, self.waves = stored, waves
         self.model, self.axes, self.prices, self.strict, self.loose = model, axes, prices, strict, loose
         self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
         self.variables: list[Variable] = []
@@ -127,7 +130,7 @@ class _Builder:
         blueprint = Blueprint(
             tuple(len(v.states) for v in self.variables),
             tuple(merged(self.entries) if self.others else self.entries),
-            BatchPricing(self.cost, self.sizes),
+            BatchPricing(self.cost, self.sizes, waves=self.waves),
             self._batch() if self.scalable else 0,
         )
         choices, cache = sum(blueprint.states), SolutionCache(self.model.orders)

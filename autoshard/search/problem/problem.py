@@ -125,11 +125,6 @@ class Blueprint:
             entry.put(terms, prices)
         return terms
 
-    def with_waves(self) -> Blueprint:
-        """The same where waves of tiles count (see `CostModel.op_seconds`)."""
-        prices = self.prices
-        return replace(self, prices=BatchPricing(prices.cost, prices.sizes, prices.scale, prices, waves=True))
-
 
 def compatible_states(before: Array | None, mask: Array) -> Array:
     """Two masks of 0 and inf together, the second left out where they leave no state."""
@@ -205,7 +200,9 @@ class Problem:
     def with_waves(self) -> Problem:
         """The same where waves of tiles count, as for a plan: see `CostModel.op_seconds`."""
         assert self.blueprint is not None
-        blueprint = self.blueprint.with_waves()
+        before = self.blueprint.prices
+        prices = BatchPricing(before.cost, before.sizes, before.scale, before, waves=True)
+        blueprint = replace(self.blueprint, prices=prices)
         return replace(self._priced(blueprint), blueprint=blueprint)
 
     def _priced(self, blueprint: Blueprint, batch: int | None = None) -> Problem:

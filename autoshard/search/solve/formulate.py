@@ -84,7 +84,7 @@ def formulate(
     cluster: or the prices of its meshes, if some are known already. merge: see neighbouring batch axes as one
     (`SearchAxes`). axes: in their place. order: of ranks on devices. pins: what is decided already. stored:
     layouts that parameters have already. larger: sequences of the microbatch that it is wanted for, if that
-    leaves the same to decide: whether there is a solution shows there. waves: see `Problem.with_waves`.
+    leaves the same to decide: whether there is a solution shows there. waves: see `build_problem`.
     Raises UsageError if the mesh cannot be used for the model at all, or with these pins.
     """
     axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
@@ -98,8 +98,7 @@ def formulate(
     # what is pinned may not do as the axes mean; the rest of the model still can
     for strict, loose in dict.fromkeys(((True, nothing), (True, pinned), (False, nothing))):
         # some op may follow the axes' meanings only alone, not together with its neighbours
-        problem = build_problem(model, axes, prices, strict=strict, loose=loose, stored=stored)
-        problem = problem.with_waves() if waves else problem
+        problem = build_problem(model, axes, prices, strict=strict, loose=loose, stored=stored, waves=waves)
         try:
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))
