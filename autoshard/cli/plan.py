@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +244,7 @@ def print_lengths(found: LengthPlans, *, json: bool) -> None:
     from autoshard.ir.units import bytes_text, seconds_text
     from autoshard.planner.lowering import whole_mesh
 
-    rows = [(each, each.planned.solution.placements.bytes) for each in found.plans if each.planned.solution]
+    notes = [f"{each.length} tokens: {w}" for each in found.plans for w in each.planned.plan.warnings]
     plan = found.plans[0].planned.plan
     mesh = str(whole_mesh(Mesh.parse(plan.mesh), plan))
     if json:
@@ -254,22 +254,22 @@ def print_lengths(found: LengthPlans, *, json: bool) -> None:
                 "share": each.share,
                 "step_seconds": each.seconds,
                 "alone_seconds": each.alone,
-                "rank_bytes": nbytes,
+                "rank_bytes": each.bytes,
                 "microbatches": each.planned.plan.microbatches,
             }
-            for each, nbytes in rows
+            for each in found.plans
         ]
         totals = {"step_seconds": found.seconds, "dual_bound": found.dual_bound, "gap": found.gap}
-        print_json({"command": "plan", "mesh": mesh, "lengths": plans, "expected": totals})
+        print_json({"command": "plan", "mesh": mesh, "lengths": plans, "expected": totals, "warnings": notes})
         return
     lines = table("length", "steps", "step", "alone", "memory", "microbatches", right=(0, 1, 2, 3, 4, 5))
-    for each, nbytes in rows:
+    for each in found.plans:
         lines.add_row(
             f"{each.length}",
             f"{each.share:.0%}",
             seconds_text(each.seconds),
             seconds_text(each.alone),
-            bytes_text(nbytes),
+            bytes_text(each.bytes),
             str(each.planned.plan.microbatches or 1),
         )
     console = stdout()
@@ -277,6 +277,14 @@ def print_lengths(found: LengthPlans, *, json: bool) -> None:
     print_table(lines)
     gap = "optimal" if found.gap <= 1e-9 else f"gap at most {found.gap:.2%}"
     console.print(f"\nexpected step {seconds_text(found.seconds)}, {gap}", markup=False)
+    _print_warnings(notes)
+
+
+def _print_warnings(texts: Iterable[str]) -> None:
+    console = stdout()
+    for text in texts:
+        console.print("[yellow]warning[/] ", end="")
+        console.print(text, markup=False)
 
 
 def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh | Cluster:
@@ -311,9 +319,7 @@ def print_summary(summary: PlanSummary) -> None:
     for name, text in summary_lines(summary):
         console.print(f"{name:<11}", end="")
         console.print(text, markup=False)
-    for warning in summary.warnings:
-        console.print("[yellow]warning[/] ", end="")
-        console.print(warning, markup=False)
+    _print_warnings(summary.warnings)
     _print_pipeline(summary)
     _print_stages(summary)
     _print_baselines(summary)

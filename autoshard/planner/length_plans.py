@@ -2,7 +2,8 @@
 
 Every length has its own program, and all programs share the parameters. The placements of the parameters are
 those of the best plan of one of the lengths: with each of them all other lengths are planned, and the least
-expected step is taken. The dual bound is that of plans that need not share anything.
+expected step is taken. The dual bound is that of plans that need not share anything; of a length that fits on
+shared placements only in tiles or with activations in host memory, that of its plan, if that is less.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class LengthPlan:
     @property
     def seconds(self) -> float:
         return self.planned.plan.optimality.seconds
+
+    @property
+    def bytes(self) -> float:
+        """On the fullest rank: simulated where memory is limited, as the search counts them otherwise."""
+        peak, solution = self.planned.peak, self.planned.solution
+        return peak.bytes if peak is not None else solution.placements.bytes if solution is not None else 0.0
 
 
 @dataclass(frozen=True)
@@ -142,11 +149,9 @@ class _Choice:
 
     def best(self) -> LengthPlans:
         """See `plan_lengths`."""
-        bound = self._expected(lambda p: p.plan.optimality.dual_bound, self.alone)
         best: list[Planned] | None = None
         for program in self._distinct():
-            plans = self._on(program, None if best is None else self._expected(_seconds, best))
-            best = plans or best
+            best = self._on(program, None if best is None else self._expected(_seconds, best)) or best
         if best is None:
             raise InfeasibleError(
                 "no placements of the parameters serve all lengths",
@@ -154,8 +159,13 @@ class _Choice:
                 hint="give more memory, or train the longest sequences in a run of their own",
             )
         rows = zip(self.shares, best, self.alone, strict=True)
-        plans_ = tuple(LengthPlan(s.length, s.share, planned, _seconds(alone)) for s, planned, alone in rows)
-        return LengthPlans(plans_, bound)
+        plans: list[LengthPlan] = []
+        bound = 0.0
+        for share, planned, alone in rows:
+            optimal, apart = planned.plan.optimality, alone.plan.optimality
+            plans.append(LengthPlan(share.length, share.share, planned, min(apart.seconds, optimal.seconds)))
+            bound += share.share * min(apart.dual_bound, optimal.dual_bound)
+        return LengthPlans(tuple(plans), bound)
 
     def _distinct(self) -> list[Program]:
         """Programs of the lengths whose parameters lie differently, of the most frequent length first."""

@@ -175,8 +175,8 @@ class _Pricing:
             item = main[statement.item]
             last = k + 1 == self.count or self.ops[k + 1].item != statement.item
             if isinstance(item, Call):
-                fixed = self.homes.at[k] is not None and stay[k]
-                yield Slot(numbers[id(item)], item.label, statement.node.name, last, fixed)
+                open_ = self.homes.at[k] is not None and stay[k] and k not in self.homes.uncut_ends
+                yield Slot(numbers[id(item)], item.label, statement.node.name, last, open_)
             else:
                 yield Slot(-1, "", "", last, False)
 

@@ -36,7 +36,8 @@ class StagePlaces:
     its stage; None: wherever it is needed. position: place of an op of forward -> the stage that it stands
     in, also if it runs wherever it is needed. made_in: value -> the stage that makes it, None: any. owners:
     gradient of a parameter -> the stages that have the parameter. weight: places of ops that make such
-    gradients. bases: value -> what it is a view of.
+    gradients. bases: value -> what it is a view of. uncut_ends: stages behind which nothing can be cut, since
+    what makes a gradient of a parameter would be below all stages that have the parameter.
     """
 
     uncut: Unpartitioned
@@ -46,6 +47,7 @@ class StagePlaces:
     owners: Mapping[str, frozenset[int]]
     weight: frozenset[int]
     bases: Mapping[str, frozenset[str]]
+    uncut_ends: frozenset[int] = frozenset()
 
     def makes_again(self, statement: Statement) -> bool:
         """Whether backward makes again what a single stage made in forward."""
@@ -55,10 +57,12 @@ class StagePlaces:
 def stage_places(uncut: Unpartitioned, joint: Joint, ends: Sequence[int]) -> StagePlaces:
     """The stage of every statement; ends: how many statements come before the end of each stage but the last.
 
-    Raises UsageError if a buffer that forward updates is read in another stage than the one that updates it.
+    Raises UsageError if a buffer that forward updates is read in another stage than the one that updates it,
+    or no stage of a parameter has what its gradient is made of.
     """
     deciding = _Deciding(uncut, joint, len(ends) + 1)
     found = deciding.places(ends)
+    deciding.check_gradients()
     deciding.check_buffers()
     return found
 
@@ -77,7 +81,9 @@ def places_apart(uncut: Unpartitioned, joint: Joint) -> StagePlaces:
 class _Deciding:
     """Statements being given to stages; see `StagePlaces`.
 
-    stages_of: value -> the stages that have it, for values of forward and for parameters.
+    stages_of: value -> the stages that have it, for values of forward and for parameters. late: statement
+    that makes a gradient of a parameter -> the stages between that of the parameter and the highest that has
+    all it takes, which is below.
     """
 
     uncut: Unpartitioned
@@ -88,6 +94,7 @@ class _Deciding:
     made_in: dict[str, int | None] = field(default_factory=dict)
     position: dict[int, int] = field(default_factory=dict)
     owners: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    late: dict[int, range] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kinds = {p.name: p.kind for p in self.joint.ports}
@@ -106,7 +113,10 @@ class _Deciding:
         """The stage of everything; ends: see `stage_places`."""
         self._assign_forward(ends)
         weight = self._assign_backward()
-        return StagePlaces(self.uncut, self.at, self.position, self.made_in, self.owners, weight, self.bases)
+        uncut_ends = frozenset(end for between in self.late.values() for end in between)
+        return StagePlaces(
+            self.uncut, self.at, self.position, self.made_in, self.owners, weight, self.bases, uncut_ends
+        )
 
     def _assign_forward(self, ends: Sequence[int]) -> None:
         stage = 0
@@ -225,7 +235,7 @@ class _Deciding:
                 for value in statement.makes:
                     self.stages_of[value] = self.stages_of[self.repeats[value]]
             else:
-                self._put(place, statement, self._lowest(statement, floors[place], makers.get(place)))
+                self._put(place, statement, self._lowest(place, floors[place], makers.get(place)))
         self._move_views()
         return frozenset(makers)
 
@@ -247,24 +257,21 @@ class _Deciding:
             if highest < stage and self.owners.keys().isdisjoint(statement.makes):
                 self._put(place, statement, highest)
 
-    def _lowest(self, statement: Statement, floor: int, owners: frozenset[int] | None) -> int:
+    def _lowest(self, place: int, floor: int, owners: frozenset[int] | None) -> int:
         """The highest stage that has or is sent everything a backward op takes.
 
         Gradients are only sent down. What forward left is better at hand, but can be sent up from a stage
         below, too: no op goes below its floor for that. owners: the stages to choose from, None for all.
         """
+        statement = self.whole.all[place]
         made = [self.made_in.get(v) for v in statement.uses if v not in self.stages_of]
         stage = min((m for m in made if m is not None), default=self.count - 1)
         forward = [self.stages_of[v] for v in statement.uses if v in self.stages_of]
         if owners is not None:
             open_ = [s for s in owners if s <= stage]
             if not open_:
-                raise UsageError(
-                    "a gradient of a parameter that stages share cannot be made in any of them",
-                    where=statement.node.origin.source,
-                    why="what it is made of is only at hand below all stages that use the parameter",
-                    hint="recompute all layers that share parameters or none, or choose other cuts",
-                )
+                self.late[place] = range(stage, min(owners))
+                return stage
             near = [s for s in open_ if all(s in have for have in forward)]
             return max(near or open_)
         moved = True
@@ -275,6 +282,16 @@ class _Deciding:
                 if below and max(below) < stage:
                     stage, moved = max(below), True
         return stage
+
+    def check_gradients(self) -> None:
+        """What makes a gradient of a parameter has to be in a stage of the parameter."""
+        for place in self.late:
+            raise UsageError(
+                "a gradient of a parameter cannot be made in any stage that has the parameter",
+                where=self.whole.all[place].node.origin.source,
+                why="what it is made of is only at hand below all of them",
+                hint="recompute all layers that share parameters or none, or choose other cuts",
+            )
 
     # -- buffers that forward updates --------------------------------------------------------------------
 

@@ -98,3 +98,16 @@ def test_the_command_prints_every_length(tmp_path: Path) -> None:
     assert "75%" in printed.output and "expected step" in printed.output
     refused = CliRunner().invoke(app, [*command, "4:1", "-o", str(tmp_path / "plan")])
     assert refused.exit_code == 2 and not (tmp_path / "plan").exists()
+
+
+def test_memory_is_what_the_program_holds() -> None:
+    model, inputs = model_and_inputs()
+    for limit in (200 << 20, 40 << 20):
+        found = autoshard.plan_lengths(
+            model, MESH, example_inputs=inputs, lengths="4:1,2048:1", cluster="h100-dgx", memory=limit
+        )
+        for each in found.plans:
+            assert each.planned.peak is not None
+            assert each.bytes == each.planned.peak.bytes <= limit
+            assert each.seconds >= each.alone * (1 - 1e-9)
+        assert found.dual_bound <= found.seconds * (1 + 1e-9)

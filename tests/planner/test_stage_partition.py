@@ -22,6 +22,7 @@ from autoshard.planner.stage_partition import bare_seconds
 from autoshard.program.holders import holders_of
 from autoshard.schedules.registry import make
 from autoshard.schedules.timeline import least_makespan, makespan
+from autoshard.search.plan.plan import Cut
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
 from autoshard.search.solve.configuration import Staged, data_ways
 from autoshard.verify.lockstep import verify
@@ -43,6 +44,23 @@ def test_a_planned_pipeline_equals_eager(name: str) -> None:
     assert program.whole_mesh == "pp=2,dp=2"
     found = verify(program, model, (), batch, steps=2)
     assert found.ok, found.worst()
+
+
+def test_no_stage_ends_between_a_norm_in_tiles_and_the_products_that_read_it() -> None:
+    """In bf16 the tiles of backward make the norm anew, which gradients of q, k and v take from there."""
+    model, batch = small()
+    model = model.to(torch.bfloat16)
+    planned = autoshard.plan(
+        model, "pp=2,fsdp=2", example_inputs=batch, microbatches=4, tile_rows=4, recompute=False
+    )
+    program = autoshard.compile(model, planned).program
+    assert verify(program, model, (), batch, steps=1).ok
+    pipeline = planned.plan.pipeline
+    assert pipeline is not None
+    inside = Cut(pipeline.cuts[0].call, "view_r0", pipeline.cuts[0].label)
+    cut = replace(planned.plan, pipeline=msgspec.structs.replace(pipeline, cuts=(inside,)))
+    with pytest.raises(UsageError, match="cannot be made in any stage that has the parameter"):
+        autoshard.compile(model, replace(planned, plan=cut))
 
 
 def test_pipelines_are_compared_by_the_step_that_is_reported() -> None:
