@@ -286,7 +286,13 @@ def _document(outcome: Verification) -> dict[str, object]:
         ],
         "cast_loss": list(outcome.cast_loss),
         "checks": [
-            {"kind": c.kind, "tensor": c.name, "error": c.error if isfinite(c.error) else None, "ok": c.ok}
+            {
+                "kind": c.kind,
+                "tensor": c.name,
+                "error": c.error if isfinite(c.error) else None,
+                "noise": c.noise,
+                "ok": c.ok,
+            }
             for c in outcome.checks
         ],
     }
@@ -305,6 +311,13 @@ def _print(outcome: Verification) -> None:
         word = "[green]ok[/]" if not bad else f"[bold red]{bad} wrong[/]"
         check_table.add_row(kind, str(len(checks)), f"{worst.error:.1e}", worst.name, word)
     print_table(check_table)
+    if loose := [c for c in outcome.checks if c.ok and c.noise]:
+        least = min(c.noise for c in loose)
+        console.print(
+            f"{len(loose)} gradients are above the limit by no more than rounding the parameters moves the "
+            f"model itself (by {least:.1e} or more): verify the model in float32 as well",
+            markup=False,
+        )
     for r in outcome.rounded:
         done = {"all_gather": "gathered", "cast": "cast for products"}.get(r.kind, "reduced")
         word = "float" if r.kind == "cast" else "int"

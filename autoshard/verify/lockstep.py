@@ -12,11 +12,10 @@ as that one. Casts to 8 bits round nothing (`verify.exact_casts`); what they rou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -38,40 +37,11 @@ from autoshard.runtime.microbatch import Batch as Arguments
 from autoshard.runtime.microbatch import calls_of, whole_batch
 from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.records import from_records, to_records
+from autoshard.verify.checks import FLOAT32, HALF, QUANTISED, Check, Tensors, Tolerance, checks_of, largest
 from autoshard.verify.exact_casts import with_exact_casts
+from autoshard.verify.rounding_noise import beside_rounding
 
 LR = 1e-3
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What rounding may do. error: worst relative error of a tensor that passes.
-
-    floor: tensors smaller than this part of the largest one of their kind are measured against that part:
-    below it no digits are left where terms cancel (the bias of attention keys has gradient zero).
-    """
-
-    error: float
-    floor: float
-
-
-FLOAT32 = Tolerance(1e-4, 1e-2)
-#: half precision only shows gross mistakes: verify a float32 model of the same architecture too
-HALF = Tolerance(5e-2, 1e-1)
-#: bits in which parameters, gradients or activations travel -> what that does to the tensors of a small model
-QUANTISED: Mapping[int, Tolerance] = MappingProxyType({8: Tolerance(5e-2, 1e-1), 4: Tolerance(3e-1, 3e-1)})
-
-
-@dataclass(frozen=True)
-class Check:
-    """One tensor compared. error: largest difference, relative to the largest element of the reference."""
-
-    kind: str
-    name: str
-    error: float
-    ok: bool
 
 
 @dataclass(frozen=True)
@@ -188,18 +158,24 @@ def _verified(
     batch = Batch(program, args, kwargs)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     initial = {name: x.detach().clone() for name, x in values.items()}
-    reference: Steppable
+    named = "eager PyTorch on one process" if one_rank is None else "the program for one rank"
+    single = None if one_rank is None else with_exact_casts(one_rank)
+
+    def reference(given: Tensors) -> Steppable:
+        if single is not None:
+            return Ranks(single, given, batch, seed)
+        _load(values, given)
+        return Eager(model, batch)
+
     with _restored(values, initial):
-        if one_rank is None:
-            if model.training != program.signature.training:
-                model.train(program.signature.training)
-            reference, named = Eager(model, batch), "eager PyTorch on one process"
-        else:
-            one_rank = with_exact_casts(one_rank)
-            reference, named = Ranks(one_rank, initial, batch, seed), "the program for one rank"
+        if one_rank is None and model.training != program.signature.training:
+            model.train(program.signature.training)
         subject = Ranks(with_exact_casts(program), initial, batch, seed)
         tolerance = tolerance_of(program)
-        checks, losses = _compare(subject, reference, batch, steps, tolerance, say)
+        checks, losses = _compare(subject, reference(initial), batch, steps, tolerance, say)
+        if tolerance is HALF and not all(c.ok for c in checks):
+            say("measuring what rounding alone does")
+            checks = beside_rounding(checks, initial, lambda at: reference(at).step().grads, tolerance)
         rounds, cast_loss = subject, list[float]()
         if program.products:
             named += ", casts unrounded"
@@ -286,10 +262,14 @@ def _restored(values: Tensors, initial: Tensors) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, x in values.items():
-                x.copy_(initial[name])
-                x.grad = None
+        _load(values, initial)
+
+
+def _load(values: Tensors, given: Tensors) -> None:
+    with torch.no_grad():
+        for name, x in values.items():
+            x.copy_(given[name])
+            x.grad = None
 
 
 class Batch:
@@ -516,12 +496,12 @@ def _compare(
             found = StepResult(batch.joined(found.outputs, wanted.outputs), found.grads)
         losses += _loss(found)
         if step == 0:
-            checks += _checks("output", found.outputs, wanted.outputs, tolerance)
+            checks += checks_of("output", found.outputs, wanted.outputs, tolerance)
             wanted_grads = _with_zeros(wanted.grads, found.grads)
-            checks += _checks("gradient", found.grads, wanted_grads, tolerance)
+            checks += checks_of("gradient", found.grads, wanted_grads, tolerance)
             # Adam divides by the size of the gradient: with a smaller eps, elements whose gradient is
             # mathematically zero would move by the sign of their rounding error
-            eps = max(1e-8, tolerance.floor * _largest(wanted.grads))
+            eps = max(1e-8, tolerance.floor * largest(wanted.grads))
         if steps:
             # eager gives no gradient at all where a program gives zeros; AdamW must then leave it alone
             trained = list(wanted.grads)
@@ -532,7 +512,7 @@ def _compare(
         # a step of AdamW moves by about LR whatever the parameter's size
         state = subject.state()
         wanted_state = {k: v for k, v in reference.state().items() if k in state}
-        checks += _checks(f"state {after}", state, wanted_state, tolerance, least=10 * LR)
+        checks += checks_of(f"state {after}", state, wanted_state, tolerance, least=10 * LR)
     return tuple(checks), tuple(losses)
 
 
@@ -547,34 +527,3 @@ def _loss(step: StepResult) -> list[float]:
 def _with_zeros(wanted: Tensors, found: Tensors) -> Tensors:
     """A gradient of zero may be missing in eager mode."""
     return wanted | {k: torch.zeros_like(v) for k, v in found.items() if k not in wanted and not v.any()}
-
-
-def _largest(tensors: Tensors) -> float:
-    return max((float(x.abs().max()) for x in tensors.values() if x.numel()), default=0.0)
-
-
-def _checks(
-    kind: str, found: Tensors, wanted: Tensors, tolerance: Tolerance, least: float = 0.0
-) -> list[Check]:
-    """One check per tensor; one that only one side has fails."""
-    largest = _largest({k: v for k, v in wanted.items() if v.is_floating_point()})
-    scale = max(tolerance.floor * largest, least)
-    names = dict.fromkeys([*wanted, *found])
-    errors = {n: _error(found.get(n), wanted.get(n), scale) for n in names}
-    return [Check(kind, n, error, error <= tolerance.error) for n, error in errors.items()]
-
-
-def _error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
-    if found is None or wanted is None or found.shape != wanted.shape:
-        return inf
-    if not wanted.numel():
-        return 0.0
-    if wanted.is_complex() and found.dtype == wanted.dtype:
-        return _error(torch.view_as_real(found), torch.view_as_real(wanted), scale)
-    if not wanted.is_floating_point():
-        return 0.0 if torch.equal(found, wanted) else inf
-    same = (found == wanted) | (found.isnan() & wanted.isnan())
-    difference = torch.where(same, 0.0, (found.double() - wanted.double()).abs()).max()
-    finite = torch.where(wanted.isfinite(), wanted, 0.0)
-    error = float(difference) / max(float(finite.abs().max()), scale, 1e-30)
-    return error if isfinite(error) else inf
