@@ -84,11 +84,11 @@ def reason_to_skip(row: Mapping[str, Any]) -> str:
     if not row.get("config_complete"):
         return "its configuration is not complete"
     if (row.get("cp") or 1) > 1:
-        return "context parallelism is not built"
+        return "its context parallelism is not compared"
     if (row.get("ep") or 1) > 1 or row.get("experts"):
         return "experts of other sizes than a known config"
     if "fp8" in str(row.get("precision")):
-        return "fp8 is not priced"
+        return "its 8-bit products are not compared"
     if row.get("oom"):
         return "it ran out of memory"
     absent = [k for k in _NUMBERS if not row.get(k)]
@@ -118,7 +118,7 @@ def _pipe_to_skip(row: Mapping[str, Any]) -> str:
     """Why the pipeline of a run is not compared; "" if it is."""
     schedule = row.get("schedule") or "1F1B"
     if schedule not in _SCHEDULES:
-        return f"its pipeline schedule {schedule} is not built"
+        return f"its pipeline schedule {schedule} is not compared"
     if schedule != "1F1B" and (row.get("v") or 1) == 1:
         return "how many stages a rank has is not known"
     if row["p"] * (row.get("v") or 1) > row["layers"]:
