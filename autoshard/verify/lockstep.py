@@ -175,7 +175,10 @@ def _verified(
         checks, losses = _compare(subject, reference(initial), batch, steps, tolerance, say)
         if tolerance is HALF and not all(c.ok for c in checks):
             say("measuring what rounding alone does")
-            checks = beside_rounding(checks, initial, lambda at: reference(at).step().grads, tolerance)
+            trained = dict(model.named_parameters(remove_duplicate=False))
+            checks = beside_rounding(
+                checks, initial, trained, lambda at: reference(at).step().grads, tolerance
+            )
         rounds, cast_loss = subject, list[float]()
         if program.products:
             named += ", casts unrounded"
