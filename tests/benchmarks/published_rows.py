@@ -88,7 +88,7 @@ def reason_to_skip(row: Mapping[str, Any]) -> str:
     if (row.get("ep") or 1) > 1 or row.get("experts"):
         return "experts of other sizes than a known config"
     if "fp8" in str(row.get("precision")):
-        return "its 8-bit products are not compared"
+        return "its fp8 products are not compared"
     if row.get("oom"):
         return "it ran out of memory"
     absent = [k for k in _NUMBERS if not row.get(k)]
