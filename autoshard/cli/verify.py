@@ -314,8 +314,8 @@ def _print(outcome: Verification) -> None:
     if loose := [c for c in outcome.checks if c.ok and c.noise]:
         least = min(c.noise for c in loose)
         console.print(
-            f"{len(loose)} gradients are above the limit by no more than rounding the parameters moves the "
-            f"model itself (by {least:.1e} or more): verify the model in float32 as well",
+            f"{len(loose)} gradients are above the limit, by at most twice what rounding parameters moves "
+            f"the model itself (by {least:.1e} or more): verify the model in float32 as well",
             markup=False,
         )
     for r in outcome.rounded:
