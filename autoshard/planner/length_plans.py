@@ -8,7 +8,7 @@ shared placements only in tiles or with activations in host memory, that of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,14 +144,14 @@ class _Choice:
         #: where the best plan of each length alone has its parameters
         self.storages = [(p.whole_mesh, stored_parameters([p])) for p in self.programs]
 
-    def _expected(self, value: Callable[[Planned], float], plans: Sequence[Planned]) -> float:
-        return sum(each.share * value(planned) for each, planned in zip(self.shares, plans, strict=True))
+    def _expected(self, plans: Sequence[Planned]) -> float:
+        return sum(each.share * _seconds(planned) for each, planned in zip(self.shares, plans, strict=True))
 
     def best(self) -> LengthPlans:
         """See `plan_lengths`."""
         best: list[Planned] | None = None
         for program in self._distinct():
-            best = self._on(program, None if best is None else self._expected(_seconds, best)) or best
+            best = self._on(program, None if best is None else self._expected(best)) or best
         if best is None:
             raise InfeasibleError(
                 "no placements of the parameters serve all lengths",
@@ -182,7 +182,7 @@ class _Choice:
         plans = list(self.alone)
         for k in range(len(plans)):
             # the best plan of a length alone is the least that it can take
-            if incumbent is not None and self._expected(_seconds, plans) >= incumbent:
+            if incumbent is not None and self._expected(plans) >= incumbent:
                 return None
             if self.storages[k] == (program.whole_mesh, options.stored):
                 continue
@@ -190,7 +190,7 @@ class _Choice:
                 plans[k] = request.planned_from(self.sources[k], self.analyses[k])
             except InfeasibleError:
                 return None
-        return plans if incumbent is None or self._expected(_seconds, plans) < incumbent else None
+        return plans if incumbent is None or self._expected(plans) < incumbent else None
 
 
 def _seconds(planned: Planned) -> float:

@@ -156,7 +156,8 @@ def _verified(
             hint="compare it with a program for one rank and as many microbatches",
         )
     batch = Batch(program, args, kwargs)
-    values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values = {**parameters, **dict(model.named_buffers())}
     initial = {name: x.detach().clone() for name, x in values.items()}
     named = "eager PyTorch on one process" if one_rank is None else "the program for one rank"
     single = None if one_rank is None else with_exact_casts(one_rank)
@@ -175,9 +176,8 @@ def _verified(
         checks, losses = _compare(subject, reference(initial), batch, steps, tolerance, say)
         if tolerance is HALF and not all(c.ok for c in checks):
             say("measuring what rounding alone does")
-            trained = dict(model.named_parameters(remove_duplicate=False))
             checks = beside_rounding(
-                checks, initial, trained, lambda at: reference(at).step().grads, tolerance
+                checks, initial, parameters, lambda at: reference(at).step().grads, tolerance
             )
         rounds, cast_loss = subject, list[float]()
         if program.products:

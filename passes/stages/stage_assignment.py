@@ -47,7 +47,7 @@ class StagePlaces:
     owners: Mapping[str, frozenset[int]]
     weight: frozenset[int]
     bases: Mapping[str, frozenset[str]]
-    uncut_ends: frozenset[int] = frozenset()
+    uncut_ends: frozenset[int]
 
     def makes_again(self, statement: Statement) -> bool:
         """Whether backward makes again what a single stage made in forward."""
@@ -235,7 +235,7 @@ class _Deciding:
                 for value in statement.makes:
                     self.stages_of[value] = self.stages_of[self.repeats[value]]
             else:
-                self._put(place, statement, self._lowest(place, floors[place], makers.get(place)))
+                self._put(place, statement, self._backward_stage(place, floors[place], makers.get(place)))
         self._move_views()
         return frozenset(makers)
 
@@ -257,11 +257,12 @@ class _Deciding:
             if highest < stage and self.owners.keys().isdisjoint(statement.makes):
                 self._put(place, statement, highest)
 
-    def _lowest(self, place: int, floor: int, owners: frozenset[int] | None) -> int:
+    def _backward_stage(self, place: int, floor: int, owners: frozenset[int] | None) -> int:
         """The highest stage that has or is sent everything a backward op takes.
 
         Gradients are only sent down. What forward left is better at hand, but can be sent up from a stage
-        below, too: no op goes below its floor for that. owners: the stages to choose from, None for all.
+        below, too: no op goes below its floor for that. owners: the stages to choose from, None for all. If
+        all of them are above, that is noted in ``late``.
         """
         statement = self.whole.all[place]
         made = [self.made_in.get(v) for v in statement.uses if v not in self.stages_of]
@@ -285,10 +286,10 @@ class _Deciding:
 
     def check_gradients(self) -> None:
         """What makes a gradient of a parameter has to be in a stage of the parameter."""
-        for place in self.late:
+        if self.late:
             raise UsageError(
                 "a gradient of a parameter cannot be made in any stage that has the parameter",
-                where=self.whole.all[place].node.origin.source,
+                where=self.whole.all[min(self.late)].node.origin.source,
                 why="what it is made of is only at hand below all of them",
                 hint="recompute all layers that share parameters or none, or choose other cuts",
             )
