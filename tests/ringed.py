@@ -62,7 +62,9 @@ def free_rings() -> Iterator[None]:
 @functools.cache
 def planned(name: str, mesh: str) -> Planned:
     """A plan whose weights are divided over tp."""
-    ask = SearchRequest(pins=tuple(map(Pin.parse, _PINS.get(name, ()))))
+    pins = tuple(map(Pin.parse, _PINS.get(name, ())))
+    # what is hidden behind computing is not free, or backward would hide all that rings are for
+    ask = SearchRequest(pins=pins, overlap=0.97)
     return plan_analysed(analysed(name), [Mesh.parse(mesh)], even_cluster(), request=ask, reasons=False)
 
 

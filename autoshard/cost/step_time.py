@@ -1,7 +1,8 @@
 """From sums over a program to the time of a whole step: microbatches, and what overlaps with what.
 
 Collectives of parameters (gathers before use, reductions of gradients) do not depend on the activations
-beside them, so they run behind computing; collectives of activations stand in its way. The first
+beside them, so they run behind computing. Collectives of activations stand in its way, but for those of
+backward, beside which gradients of parameters are computed (`passes.overlap.schedule_ops`). The first
 microbatch of a step also gathers what is kept for the whole step, the last one also reduces what waited,
 so those two take longer than the ones between (Zhu et al., "Mist", EuroSys 2025, section 4, keep the same
 distinction).
@@ -21,14 +22,15 @@ class StepSums:
     """Seconds on the fullest rank, of one microbatch unless said otherwise.
 
     work: computing, in forward and in backward (which holds what is recomputed). talk: collectives of
-    activations. gather: of parameters, before each use. reduce: of gradients in every microbatch.
-    first: gathers that last for the whole step. last: reductions of gradients once a step. update: of the
-    optimizer, once a step. once: collectives once a step beside which nothing is computed.
+    activations, of forward and what else is in their way, and of backward. gather: of parameters, before each
+    use. reduce: of gradients in every microbatch. first: gathers that last for the whole step. last:
+    reductions of gradients once a step. update: of the optimizer, once a step. once: collectives once a step
+    beside which nothing is computed.
     """
 
     work_forward: float = 0.0
     work_backward: float = 0.0
-    talk_forward: float = 0.0
+    talk: float = 0.0
     talk_backward: float = 0.0
     gather_forward: float = 0.0
     gather_backward: float = 0.0
@@ -38,16 +40,11 @@ class StepSums:
     update: float = 0.0
     once: float = 0.0
 
-    @property
-    def microbatch(self) -> float:
-        """Of computing and talking in one microbatch."""
-        return self.work_forward + self.work_backward + self.talk_forward + self.talk_backward
-
     def __add__(self, other: StepSums) -> StepSums:
         return StepSums(
             self.work_forward + other.work_forward,
             self.work_backward + other.work_backward,
-            self.talk_forward + other.talk_forward,
+            self.talk + other.talk,
             self.talk_backward + other.talk_backward,
             self.gather_forward + other.gather_forward,
             self.gather_backward + other.gather_backward,
@@ -88,8 +85,10 @@ class Overlap:
 
     share: of the time in which parameter collectives and computing are under way at once that is gained by
     it, as each slows the other (0: nothing overlaps). edge: share of the parameter
-    collectives with nothing to hide behind: those of the first layer, before, and of the last, after. stages:
-    pipeline ranks among which everything is divided; one that is twice as fast counts for two. filling:
+    collectives with nothing to hide behind: those of the first layer, before, and of the last, after. beside:
+    share of the computing of backward that may hide collectives of activations: of gradients of parameters,
+    none where these are computed apart. stages: pipeline ranks among which everything is divided; one that is
+    twice as fast counts for two. filling:
     microbatches that a rank could compute while it waits for others. hops: seconds that a microbatch is on
     its way between stages.
     """
@@ -97,6 +96,7 @@ class Overlap:
     microbatches: int = 1
     share: float = 0.0
     edge: float = 0.0
+    beside: float = 0.0
     stages: float = 1
     filling: float = 0.0
     hops: float = 0.0
@@ -104,26 +104,29 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Which of the four overlaps are bound by communication (1) or by computing (0), or between.
+    """Which overlaps are bound by communication (1) or by computing (0), or between.
 
-    forward, backward: of all microbatches but the first, or but the last. first, last: of those.
+    forward, backward: of all microbatches but the first, or but the last. first, last: of those. talk: of
+    collectives of activations in backward, whether they outlast what may hide them.
     """
 
     forward: float = 1.0
     backward: float = 1.0
     first: float = 1.0
     last: float = 1.0
+    talk: float = 1.0
 
 
 def step_time(sums: StepSums, overlap: Overlap) -> StepTime:
     """Seconds of a step: m (work + talk), what communication is exposed, and the update.
 
     Of the parameter collectives c beside computing w of the same phase, ``c - share * min(c, w)`` is exposed,
-    as in a simulated step (`simulate.streams`).
+    as in a simulated step (`simulate.streams`). Those of activations in backward come first of all that runs
+    beside it.
     """
     compute, exposed, hidden = _spent(sums, overlap)
     p = overlap.stages
-    bubble = bubble_seconds(sums, p, overlap.filling, overlap.hops)
+    bubble = overlap.filling * microbatch_seconds(sums, overlap) / p + overlap.hops
     total = (compute + exposed + sums.update) / p + bubble
     return StepTime(total, compute / p, exposed / p, hidden / p, sums.update / p, bubble)
 
@@ -134,9 +137,19 @@ def busy_seconds(sums: StepSums, overlap: Overlap) -> float:
     return (compute + exposed + sums.update) / overlap.stages
 
 
-def bubble_seconds(sums: StepSums, stages: float, filling: float, hops: float) -> float:
-    """That a rank waits for others; see `Overlap`."""
-    return filling * sums.microbatch / stages + hops
+def microbatch_seconds(sums: StepSums, overlap: Overlap) -> float:
+    """Of computing, and of collectives of activations that nothing hides, in one microbatch on all ranks."""
+    return sums.work_forward + sums.work_backward + talk_seconds(sums, overlap)
+
+
+def talk_seconds(sums: StepSums, overlap: Overlap) -> float:
+    """Of collectives of activations that nothing hides, in one microbatch on all ranks."""
+    return sums.talk + sums.talk_backward - overlap.share * _talk_beside(sums, overlap)
+
+
+def _talk_beside(sums: StepSums, overlap: Overlap) -> float:
+    """Of collectives of activations beside which backward computes, in one microbatch on all ranks."""
+    return min(sums.talk_backward, overlap.beside * sums.work_backward)
 
 
 def _spent(sums: StepSums, overlap: Overlap) -> tuple[float, float, float]:
@@ -144,18 +157,20 @@ def _spent(sums: StepSums, overlap: Overlap) -> tuple[float, float, float]:
     m, others = overlap.microbatches, overlap.microbatches - 1
     ahead, behind, first, last = _windows(sums, overlap)
     compute = m * (sums.work_forward + sums.work_backward)
-    talk = m * (sums.talk_forward + sums.talk_backward)
+    beside = m * _talk_beside(sums, overlap)
+    talk = m * (sums.talk + sums.talk_backward) - beside
     moved = others * (ahead[0] + behind[0]) + first[0] + last[0]
     both = others * (min(ahead) + min(behind)) + min(first) + min(last)
-    bare = moved - overlap.share * both
-    edges = overlap.edge / (1 - overlap.edge) * moved if overlap.edge < 1 else 0.0
-    return compute, talk + bare + sums.once + edges, moved - bare
+    hidden = overlap.share * both
+    edges = overlap.edge / (1 - overlap.edge) * (moved - beside) if overlap.edge < 1 else 0.0
+    return compute, talk + moved - hidden + sums.once + edges, hidden
 
 
 def exposure_of(sums: StepSums, overlap: Overlap) -> Exposure:
     """Which overlaps are bound by communication at these sums."""
     forward, backward, first, last = (float(comm > work) for comm, work in _windows(sums, overlap))
-    return Exposure(forward, backward, first, last)
+    talk = float(sums.talk_backward > overlap.beside * sums.work_backward)
+    return Exposure(forward, backward, first, last, talk)
 
 
 def between(a: Exposure, b: Exposure) -> Exposure:
@@ -167,7 +182,7 @@ def _windows(sums: StepSums, overlap: Overlap) -> tuple[tuple[float, float], ...
     """(collectives, computing beside them) of forward, backward, first forward, last backward."""
     inner = 1 - overlap.edge
     ahead = inner * sums.gather_forward
-    behind = inner * (sums.gather_backward + sums.reduce)
+    behind = inner * (sums.gather_backward + sums.reduce) + _talk_beside(sums, overlap)
     return (
         (ahead, sums.work_forward),
         (behind, sums.work_backward),
@@ -178,7 +193,8 @@ def _windows(sums: StepSums, overlap: Overlap) -> tuple[tuple[float, float], ...
 
 def weights(overlap: Overlap, bound: Exposure) -> StepSums:
     """The step as a weighted sum, with what is exposed of collectives c beside computing w replaced by
-    ``bound * (c - share * w) + (1 - bound) * (1 - share) * c``.
+    ``bound * (c - share * w) + (1 - bound) * (1 - share) * c``, and the same of collectives of activations
+    beside the computing that may hide them.
 
     For any exposure in [0, 1] that is at most the step itself, which has the larger of the two, so the least
     weighted sum is a lower bound; it is equal to the step where the exposure is right (`exposure_of`).
@@ -189,11 +205,12 @@ def weights(overlap: Overlap, bound: Exposure) -> StepSums:
     backward = others * bound.backward + bound.last
     run, p = m + overlap.filling, overlap.stages
     ahead, behind = m * slow + share * forward, m * slow + share * backward
+    free = run - backward
     return StepSums(
         work_forward=(run - share * forward) / p,
-        work_backward=(run - share * backward) / p,
-        talk_forward=run / p,
-        talk_backward=run / p,
+        work_backward=(run - share * (backward + free * bound.talk * overlap.beside)) / p,
+        talk=run / p,
+        talk_backward=(run - share * free * (1 - bound.talk)) / p,
         gather_forward=(m * overlap.edge + inner * ahead) / p,
         gather_backward=(m * overlap.edge + inner * behind) / p,
         reduce=(m * overlap.edge + inner * behind) / p,

@@ -24,13 +24,7 @@ from autoshard.planner.analysis import Analysis
 from autoshard.planner.depth_extrapolation import SimulatedStep, TruncatedRun, extrapolate_depth
 from autoshard.planner.host_memory import HostFullError, HostNeed, least_offload, need_of
 from autoshard.planner.lowering import laid_for, lowering_of, saving_of, schedule_of
-from autoshard.planner.stage_partition import (
-    Schedules,
-    StagePartition,
-    Staging,
-    bare_seconds,
-    microbatch_seconds,
-)
+from autoshard.planner.stage_partition import Schedules, StagePartition, Staging
 from autoshard.program.program import PipelineStages, Program, Signature
 from autoshard.schedules.timeline import step_seconds
 from autoshard.search.plan.plan import Plan, Recompute
@@ -441,8 +435,7 @@ class MemoryFitter:
             hosted(self.request.recipe, self.offload, self.cluster.device),
             # what activations take of a device is only known once some of them are stored
             None if self.offload.activations else self.request.budget,
-            microbatch=microbatch_seconds(solution.placements),
-            bare=bare_seconds(solution.placements),
+            placements=solution.placements,
             schedules=self._schedules,
             stages={name: frozenset(stages) for name, stages in self.request.stages},
         )

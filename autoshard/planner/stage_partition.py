@@ -7,21 +7,22 @@ end. Every schedule gets the cuts that are best for it, and the one with the sho
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import rooms, stage_machines
+from autoshard.cost.step_time import microbatch_seconds, talk_seconds
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.passes.pipeline import LoweringOptions, place
 from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.planner.slot_costs import NO_STAGES, slots_of
-from autoshard.planner.stage_slots import Trial
+from autoshard.planner.stage_slots import Slots, Trial
 from autoshard.schedules.check import in_flight_of_stages
-from autoshard.schedules.registry import make, tried
+from autoshard.schedules.registry import lookup, make, tried
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.timeline import StageCosts, Timeline, makespan, simulate
 from autoshard.search.plan.plan import Pipeline
@@ -63,17 +64,15 @@ class Staging:
         return None if self.layers is None else makespan(self.schedule, self.layers)
 
 
-def bare_seconds(placements: Placement) -> float:
-    """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline that holds
-    as many of them as the others."""
-    sums, setting = placements.setting.sums(placements.usage), placements.setting
-    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.pace
-    return max(0.0, placements.step.exposed - talk)
-
-
-def microbatch_seconds(placements: Placement) -> float:
-    """Seconds of computing and talking in one microbatch of the whole model, as the search counts them."""
-    return placements.setting.sums(placements.usage).microbatch
+def scheduled_seconds(placements: Placement, schedule: str) -> tuple[float, float]:
+    """What the search counts in a schedule: seconds of computing and talking in one microbatch of the whole
+    model, and of collectives of parameters that nothing hides, in one step on a rank that holds as many of
+    them as the others. Nothing hides collectives of activations where backward is split."""
+    free = placements.setting
+    setting = replace(free, pipe=replace(free.pipe, schedule=schedule))
+    sums, overlap = setting.sums(placements.usage), setting.overlap_model
+    talk = setting.microbatches * talk_seconds(sums, overlap) / overlap.stages
+    return microbatch_seconds(sums, overlap), max(0.0, setting.step(placements.usage).exposed - talk)
 
 
 class Schedules:
@@ -99,10 +98,10 @@ class Schedules:
 class StagePartition:
     """The stages of a plan whose pipeline is not cut yet; every schedule is cut once.
 
-    microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
-    the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
-    are compared by one measure. bare: `bare_seconds`, of which a rank has as much as it holds. budget: bytes
-    per rank; unlike ranks may have more (`stage_machines.rooms`).
+    placements: of the search; the ops, which are priced one by one here, are scaled to what it counts for a
+    microbatch (`scheduled_seconds`), so that plans with and without a pipeline are compared by one measure.
+    Of collectives of parameters a rank has as much as it holds. budget: bytes per rank; unlike ranks may have
+    more (`stage_machines.rooms`).
     stages: that have parameters already, by name.
     """
 
@@ -114,24 +113,24 @@ class StagePartition:
         recipe: Recipe,
         budget: float | None,
         *,
-        microbatch: float | None = None,
-        bare: float = 0.0,
+        placements: Placement | None = None,
         schedules: Schedules | None = None,
         stages: Mapping[str, frozenset[int]] = NO_STAGES,
     ) -> None:
         assert options.plan.pipeline is not None
-        self.pipeline, self.budget, self._bare = options.plan.pipeline, budget, bare
+        self.pipeline, self.budget, self._placements = options.plan.pipeline, budget, placements
         self.microbatches = options.plan.microbatches
         self.schedules = schedules or Schedules()
         self._layers = sum(layer_calls(folded).values())
         self._folded, self.options = folded, options
         mesh, ranks = Mesh.parse(options.plan.mesh), self.pipeline.ranks
         used = cluster.used_by(mesh.world_size * ranks)
-        slots = slots_of(folded, options, used, recipe, ranks, stages)
         #: bytes of every rank, () if all have as many
         self._rooms = rooms(used, stage_machines(used, mesh, ranks), budget) if budget is not None else ()
         #: the ops of forward, between which it is cut
-        self.slots = slots if microbatch is None else slots.scaled(microbatch)
+        self.slots = slots_of(folded, options, used, recipe, ranks, stages)
+        #: whether backward is split -> the same at what the search counts, and its seconds beside them
+        self._scaled: dict[bool, tuple[Slots, float]] = {}
         self._trials: dict[tuple[str, int], Trial | None] = {}
         #: bytes that are not to be used, of those of the budget
         self._spare = 0.0
@@ -185,7 +184,8 @@ class StagePartition:
             f"{name} x {chunks}" if chunks > 1 else name: None if trial is None else trial.seconds
             for (name, chunks), trial in trials.items()
         }
-        pipeline, layers = self.slots.pipeline(best), self.slots.equal(best.schedule)
+        slots, _ = self._in(best.schedule.name)
+        pipeline, layers = slots.pipeline(best), slots.equal(best.schedule)
         return Staging(pipeline, best.schedule, best.costs, best.seconds, tried, layers, best.bare)
 
     def _trial(self, name: str, chunks: int) -> Trial | None:
@@ -199,9 +199,20 @@ class StagePartition:
                 flying = self.schedules.flying(schedule)
                 budgets = tuple(self._rooms[r] - self._spare for r in schedule.owner) if self._rooms else ()
                 request = CutRequest(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
-                cuts = self.slots.cut(schedule, request, self._bare)
+                slots, bare = self._in(name)
+                cuts = slots.cut(schedule, request, bare)
             self._trials[name, chunks] = cuts
         return self._trials[name, chunks]
+
+    def _in(self, name: str) -> tuple[Slots, float]:
+        """What the slots take in a schedule, and collectives of parameters beside them."""
+        if self._placements is None:
+            return self.slots, 0.0
+        splits = lookup(name).splits_backward
+        if splits not in self._scaled:
+            microbatch, bare = scheduled_seconds(self._placements, name)
+            self._scaled[splits] = self.slots.scaled(microbatch), bare
+        return self._scaled[splits]
 
     def check_stages(self) -> None:
         """InfeasibleError if there are too few places to cut, whatever the memory."""
@@ -241,7 +252,6 @@ def partition_stages(
     budget: float | None,
     *,
     fixed: bool,
-    microbatch: float | None = None,
 ) -> Staging:
     """The stages of a plan whose pipeline is not cut yet; see `StagePartition`."""
-    return StagePartition(folded, options, cluster, recipe, budget, microbatch=microbatch).best(fixed=fixed)
+    return StagePartition(folded, options, cluster, recipe, budget).best(fixed=fixed)

@@ -23,10 +23,10 @@ from autoshard.cost.step_time import (
     Exposure,
     Overlap,
     StepSums,
-    bubble_seconds,
     busy_seconds,
     dot,
     exposure_of,
+    microbatch_seconds,
     step_time,
     weights,
 )
@@ -149,9 +149,11 @@ def test_a_plan_with_microbatches_equals_eager() -> None:
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 1.0)
 all_sums = st.builds(StepSums, **{f.name: seconds for f in fields(StepSums)})
-overlaps = st.builds(Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9))
-exposures = st.builds(Exposure, shares, shares, shares, shares)
-EACH = ("talk_forward", "talk_backward", "gather_forward", "gather_backward", "reduce")
+overlaps = st.builds(
+    Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9), beside=shares
+)
+exposures = st.builds(Exposure, shares, shares, shares, shares, shares)
+EACH = ("talk", "talk_backward", "gather_forward", "gather_backward", "reduce")
 COMMUNICATION = (*EACH, "first", "last", "once")
 
 
@@ -244,12 +246,27 @@ def _policies(name: str) -> Iterator[dict[str, Recompute]]:
 def test_a_schedule_only_says_how_long_ranks_wait(
     seconds: list[float], stages: int, filling: float, hops: float
 ) -> None:
-    sums, how = StepSums(*seconds), Overlap(8, 0.6, 0.1, stages, 3.0, 0.25)
+    sums, how = StepSums(*seconds), Overlap(8, 0.6, 0.1, 0.5, stages, 3.0, 0.25)
     busy = busy_seconds(sums, how)
     total = step_time(sums, replace(how, filling=filling, hops=hops)).total
-    assert total == busy + bubble_seconds(sums, stages, filling, hops)
+    assert total == busy + (filling * microbatch_seconds(sums, how) / stages + hops)
     parts = [StepSums(**{f.name: getattr(sums, f.name)}) for f in fields(StepSums)]
     assert sum(parts, StepSums()) == sums
+
+
+@pytest.mark.parametrize(("talk", "beside", "exposed"), [(2.0, 0.5, 0.4), (8.0, 0.5, 4.0), (2.0, 0.0, 2.0)])
+def test_gradients_of_parameters_hide_messages_of_backward(
+    talk: float, beside: float, exposed: float
+) -> None:
+    """At most as long as they are computed; nothing is hidden where they are computed apart."""
+    sums, how = (
+        StepSums(work_forward=5.0, work_backward=10.0, talk_backward=talk),
+        Overlap(3, 0.8, 0.1, beside),
+    )
+    step = step_time(sums, how)
+    assert (step.compute, step.exposed, step.exposed + step.hidden) == pytest.approx(
+        (45, 3 * exposed, 3 * talk)
+    )
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("mixtral", "fsdp=4")])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.search.bound.dual_function import DualRegime, dual_values
+from autoshard.search.bound.dual_function import DualRegime, dual_values, least_weight
 from autoshard.search.bound.stage_imbalance import chain_of
 from autoshard.search.problem.cost_terms import AssignmentCosts, Bytes, compose
 from autoshard.search.solve.formulate import ShardingProblem
@@ -50,7 +50,7 @@ class AnchorProblem:
     @cached_property
     def seconds(self) -> float:
         """That computing and talking take at least."""
-        return _least_seconds(self.formulated)
+        return _least_seconds(self.formulated, self.setting)
 
     @property
     def mesh(self) -> Mesh:
@@ -113,11 +113,11 @@ def placement_option(formulated: ShardingProblem, placements: PlacementSolution)
     return PlacementOption(placements.usage, parameters_of(formulated, placements))
 
 
-def _least_seconds(formulated: ShardingProblem) -> float:
+def _least_seconds(formulated: ShardingProblem, setting: StepConfig) -> float:
     """Seconds of computing and talking that no placements go below, for one microbatch."""
     network = compose(
         formulated.problem.terms,
-        lambda key: float(key.kind in ("work", "talk")),
+        partial(least_weight, replace(setting, recompute={})),
         lambda key: 0.0,
         formulated.allowed,
     )

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from autoshard.search.problem.cost_terms import Bytes, Time
+from autoshard.search.problem.cost_terms import OF_ACTIVATIONS, Bytes, Time
 from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.param_costs import ParamUseCosts, added_by_use
 from autoshard.search.solve.pipeline_model import Pipe
@@ -96,7 +96,7 @@ def dual_values(
     # while gradients of parameters wait, nothing is saved by what is recomputed
     late = [replace(bare, pipe=Pipe(1, "zb-h1"))]
     columns = [
-        DualPoint(partial(_counted, policy), partial(_activations, policy), price, regime)
+        DualPoint(partial(least_weight, policy), partial(_activations, policy), price, regime)
         for regime in regimes
         for policy in (late if regime.waits else recomputed)
         for price in prices
@@ -181,11 +181,13 @@ def _networks(
     return unary, edges
 
 
-def _counted(policy: StepConfig, key: Time) -> float:
-    """How often seconds pass that do not belong to parameters."""
-    if key.kind not in ("work", "talk"):
+def least_weight(policy: StepConfig, key: Time) -> float:
+    """How often seconds pass at least that do not belong to parameters; computing hides collectives of
+    backward."""
+    if key.kind not in OF_ACTIVATIONS:
         return 0.0
-    return 1.0 if key.backward else 1.0 + policy.recomputed_share(key.segment, key.cheap)
+    backward = 1.0 - policy.overlap if key.kind == "talk" else 1.0
+    return backward if key.backward else 1.0 + backward * policy.recomputed_share(key.segment, key.cheap)
 
 
 def _activations(policy: StepConfig, kind: Bytes) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.cluster.mesh import Mesh
 from autoshard.search.bound.anchor import AnchorProblem, PlacementOption
 from autoshard.search.bound.dual_function import DualRegime, dual_regimes
-from autoshard.search.problem.cost_terms import AssignmentCosts
+from autoshard.search.problem.cost_terms import OF_ACTIVATIONS, AssignmentCosts
 from autoshard.search.solve.configuration import Staged, data_ways
 from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.recompute import RecomputePlanner
@@ -196,7 +196,7 @@ class MeshFamily:
 def _off_parameters(low: PlacementOption, high: PlacementOption, t: float) -> AssignmentCosts:
     usage = between(low.usage, high.usage, t)
     return AssignmentCosts(
-        {k: v for k, v in usage.seconds.items() if k.kind in ("work", "talk")},
+        {k: v for k, v in usage.seconds.items() if k.kind in OF_ACTIVATIONS},
         {k: v for k, v in usage.bytes.items() if k.kind not in OF_STATE},
     )
 

@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.step_time import StepSums, bubble_seconds, busy_seconds, mixed
+from autoshard.cost.step_time import StepSums, busy_seconds, microbatch_seconds, mixed
 from autoshard.search.bound.anchor import AnchorProblem
 from autoshard.search.bound.decomposed_dual_bound import DecomposedDualBound, ZeroStageCosts
 from autoshard.search.bound.dual_function import DualRegime
@@ -224,19 +224,20 @@ class _Ways:
     def totals(self, plain: Sequence[StepSums]) -> list[list[float]]:
         """Seconds of steps by each pipeline that take these sums, nothing recomputed; [pipes, sums].
 
-        All that a schedule says of them is how long ranks wait.
+        All that a schedule says of them is how long ranks wait, and whether backward is split.
         """
-        setting = self[0].overlap_model
-        busy = [(sums, busy_seconds(sums, setting)) for sums in plain]
-        waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
-        once = [sums.microbatch / setting.stages for sums in plain]
-        return [
-            [
-                pipe.delayed(b + bubble_seconds(sums, setting.stages, *wait), stage, self.count)
-                for (sums, b), stage in zip(busy, once, strict=True)
-            ]
-            for pipe, *wait in waits
-        ]
+        once: dict[bool, list[tuple[float, float]]] = {}
+        totals = []
+        for k, pipe in enumerate(self._pipes):
+            overlap = self[k].overlap_model
+            if pipe.splits_backward not in once:
+                once[pipe.splits_backward] = [
+                    (busy_seconds(sums, overlap), microbatch_seconds(sums, overlap) / overlap.stages)
+                    for sums in plain
+                ]
+            waits, hops, spent = overlap.filling, overlap.hops, once[pipe.splits_backward]
+            totals.append([pipe.delayed(b + waits * s + hops, s, self.count) for b, s in spent])
+        return totals
 
 
 @dataclass(frozen=True)

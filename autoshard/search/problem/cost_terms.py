@@ -18,7 +18,7 @@ from autoshard.solver.network import Array, CostNetwork, Indices
 
 K = TypeVar("K")
 TimeKind: TypeAlias = Literal[
-    "work", "talk", "gather", "inline", "reduce", "sum", "first", "once", "last", "update"
+    "work", "talk", "exchange", "gather", "inline", "reduce", "sum", "first", "once", "last", "update"
 ]
 ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input", "waiting", "window"]
 
@@ -26,16 +26,22 @@ ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", 
 class Time(NamedTuple):
     """A kind of seconds.
 
-    kind: as in `cost.step_time.StepSums`. inline, once: what parameters take that nothing hides, in every
-    microbatch or once a step (`search.problem.exposed_collectives`). sum: adding gradients to those of the
-    microbatches before, if there are several. backward: the phase. segment: of work and talk that full
-    recomputation would repeat, else "". cheap: whether selective recomputation would, too.
+    kind: as in `cost.step_time.StepSums`. exchange: of tokens between experts, which waits in a queue with
+    what parameters send over the same axis, so that nothing hides it. inline, once: what parameters take that
+    nothing hides, in every microbatch or once a step (`search.problem.exposed_collectives`). sum: adding
+    gradients to those of the microbatches before, if there are several. backward: the phase. segment: of
+    work, talk and exchanges that full recomputation would repeat, else "". cheap: whether selective
+    recomputation would, too.
     """
 
     kind: TimeKind
     backward: bool = False
     segment: str = ""
     cheap: bool = False
+
+
+#: kinds that do not belong to parameters
+OF_ACTIVATIONS: tuple[TimeKind, ...] = ("work", "talk", "exchange")
 
 
 class Bytes(NamedTuple):

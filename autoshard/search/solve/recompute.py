@@ -16,8 +16,8 @@ from typing import Literal
 
 from autoshard.cost.step_time import StepSums, step_time
 from autoshard.search.plan.plan import Recompute
-from autoshard.search.problem.cost_terms import AssignmentCosts, Bytes, Time
-from autoshard.search.solve.step_config import OF_STATE, StepConfig
+from autoshard.search.problem.cost_terms import OF_ACTIVATIONS, AssignmentCosts, Bytes, Time
+from autoshard.search.solve.step_config import IN_BACKWARD, OF_STATE, StepConfig
 
 #: kinds of layers that each get a policy of their own; those beyond share the last one's
 _KINDS = 4
@@ -154,13 +154,13 @@ class RecomputePlanner:
 
     def _more(self, recompute: Mapping[str, Recompute]) -> StepSums:
         """Seconds of what is recomputed."""
-        work = talk = 0.0
+        sums = dict.fromkeys(IN_BACKWARD.values(), 0.0)
         for name, chosen in recompute.items():
             share = chosen.calls / self.calls[name]
             for cheap in (True, False) if chosen.policy == "full" else (True,):
-                work += share * self.usage.seconds.get(Time("work", False, name, cheap), 0.0)
-                talk += share * self.usage.seconds.get(Time("talk", False, name, cheap), 0.0)
-        return StepSums(work_backward=work, talk_backward=talk)
+                for kind, counted in IN_BACKWARD.items():
+                    sums[counted] += share * self.usage.seconds.get(Time(kind, False, name, cheap), 0.0)
+        return StepSums(**sums)
 
 
 def marginal_price(taken: AssignmentCosts, setting: StepConfig) -> float:
@@ -189,7 +189,7 @@ def _choices(options: Mapping[str, list[_Option]]) -> list[list[_Option]]:
 def _options(taken: AssignmentCosts, calls: Mapping[str, int]) -> dict[str, list[_Option]]:
     seconds: dict[tuple[str, bool], float] = {}
     for key, value in taken.seconds.items():
-        if key.kind in ("work", "talk") and not key.backward and key.segment in calls:
+        if key.kind in OF_ACTIVATIONS and not key.backward and key.segment in calls:
             at = (key.segment, key.cheap)
             seconds[at] = seconds.get(at, 0.0) + value
     kept: dict[tuple[str, bool], float] = {}

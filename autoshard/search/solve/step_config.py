@@ -16,6 +16,7 @@ from autoshard.search.problem.cost_terms import (
     Bytes,
     CostTerms,
     Time,
+    TimeKind,
     TimeWeight,
     compose,
 )
@@ -58,7 +59,8 @@ class StepConfig:
     def overlap_model(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
         waits = self.pipe.filling(self.microbatches)
-        return Overlap(self.microbatches, self.overlap, edge, self.pipe.pace, waits, self.pipe.hops)
+        beside = 0.0 if self.pipe.splits_backward else _BESIDE
+        return Overlap(self.microbatches, self.overlap, edge, beside, self.pipe.pace, waits, self.pipe.hops)
 
     @cached_property
     def apart(self) -> tuple[str, ...]:
@@ -162,14 +164,15 @@ class StepConfig:
                     if key.backward:
                         return w.work_backward
                     return w.work_forward + self.recomputed_share(key.segment, key.cheap) * w.work_backward
-                case "talk":
+                case "talk" | "exchange":
+                    backward = w.talk_backward if key.kind == "talk" else w.talk
                     if key.backward:
-                        return w.talk_backward
-                    return w.talk_forward + self.recomputed_share(key.segment, key.cheap) * w.talk_backward
+                        return backward
+                    return w.talk + self.recomputed_share(key.segment, key.cheap) * backward
                 case "gather":
                     return w.gather_backward if key.backward else w.gather_forward
                 case "inline":
-                    return w.talk_backward if key.backward else w.talk_forward
+                    return w.talk
                 case "reduce":
                     return w.reduce
                 case "sum":
@@ -196,14 +199,14 @@ class StepConfig:
         for profile in usage:
             for key, seconds in profile.seconds.items():
                 kind = key.kind
-                if kind == "work" or kind == "talk":
-                    sums[_IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
+                if kind in IN_BACKWARD:
+                    sums[IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
                     if recomputes and not key.backward:
-                        sums[_IN_BACKWARD[kind]] += self.recomputed_share(key.segment, key.cheap) * seconds
+                        sums[IN_BACKWARD[kind]] += self.recomputed_share(key.segment, key.cheap) * seconds
                 elif kind == "gather":
                     sums["gather_backward" if key.backward else "gather_forward"] += seconds
                 elif kind == "inline":
-                    sums["talk_backward" if key.backward else "talk_forward"] += seconds
+                    sums["talk"] += seconds
                 elif kind == "sum":
                     sums["work_backward"] += self.sums_up * seconds
                 elif kind in self.apart:
@@ -260,6 +263,12 @@ class StepConfig:
 
 #: bytes that belong to parameters
 OF_STATE: tuple[ByteKind, ...] = ("state", "window", "sums")
+#: share of the computing of backward that makes gradients of parameters, where each op has two to make
+_BESIDE = 0.5
 #: where seconds of these kinds count
-_IN_FORWARD = {"work": "work_forward", "talk": "talk_forward"}
-_IN_BACKWARD = {"work": "work_backward", "talk": "talk_backward"}
+_IN_FORWARD: Mapping[TimeKind, str] = {"work": "work_forward", "talk": "talk", "exchange": "talk"}
+IN_BACKWARD: Mapping[TimeKind, str] = {
+    "work": "work_backward",
+    "talk": "talk_backward",
+    "exchange": "talk",
+}
