@@ -14,8 +14,8 @@ from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
 
-#: how often the share of activations that are stored is halved
-_HALVINGS = 4
+#: programs with a share of the activations stored that are tried, and how near to the least share is enough
+_TRIALS, _NEAR = 4, 1 / 16
 
 
 class HostFullError(InfeasibleError):
@@ -111,18 +111,24 @@ def _fewest(
     none: tuple[Program, StagePrices],
     peak: float,
 ) -> tuple[Program, StagePrices]:
-    """The smallest share that fits, by halving. none: with none of them, and its peak in bytes."""
+    """The smallest share that fits, by false position: peaks fall about evenly with it. none: with none of
+    them, and its peak in bytes."""
     low, high = 0.0, 1.0
     most = build(high)
     best = most, prices_of(most)
-    if (least_peak := peak_of(best[1])) > budget:
-        return best if least_peak < peak else none
-    for _ in range(_HALVINGS):
-        share = (low + high) / 2
+    over, under = peak - budget, peak_of(best[1]) - budget
+    if under > 0:
+        return best if under < over else none
+    for _ in range(_TRIALS):
+        least = low + (high - low) * over / (over - under)
+        if high - least <= _NEAR:
+            break
+        share = least + _NEAR / 2
         tried = build(share)
         prices = prices_of(tried)
-        if peak_of(prices) <= budget:
-            high, best = share, (tried, prices)
+        more = peak_of(prices) - budget
+        if more <= 0:
+            high, under, best = share, more, (tried, prices)
         else:
-            low = share
+            low, over = share, more
     return best

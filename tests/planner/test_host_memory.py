@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from planned import analysed
@@ -11,10 +14,13 @@ from planned import analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.ir.offload import Offload
+from autoshard.planner import host_memory
 from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planning import plan_analysed
+from autoshard.program.program import Program
 from autoshard.search.select.choose import choose
 from autoshard.search.select.request import SearchRequest
+from autoshard.simulate.stage_costs import StagePrices
 
 
 def test_states_that_no_host_holds_are_refused_at_once() -> None:
@@ -60,3 +66,22 @@ def test_what_is_too_large_with_all_activations_away_speaks_for_what_stores_no_l
     with pytest.raises(InfeasibleError, match=r"programs like it hold|at its simulated peak") as again:
         fitter.fit(replace(found, placements=replace(found.placements)))
     assert not said and 50_000 < again.value.smallest_bytes <= first.value.smallest_bytes
+
+
+@pytest.mark.parametrize("bend", [0.5, 1.0, 3.0])
+def test_few_programs_say_how_many_activations_have_to_be_in_host_memory(
+    bend: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peak falls from 100 bytes to 60, faster first or last; 75 are there."""
+    tried: list[float] = []
+
+    def build(share: float) -> Program:
+        tried.append(share)
+        return cast(Program, SimpleNamespace(share=share, offload=Offload.parse("activations")))
+
+    monkeypatch.setattr(host_memory, "peak_of", lambda program: 100 - 40 * program.share**bend)
+    monkeypatch.setattr(host_memory, "check_host", lambda prices: None)
+    prices_of = cast(Callable[[Program], StagePrices], lambda program: program)
+    share = cast(SimpleNamespace, host_memory.least_offload(build, prices_of, 75)).share
+    least = (25 / 40) ** (1 / bend)
+    assert least <= share < least + 1 / 8 and len(tried) <= 5
