@@ -99,11 +99,11 @@ class PlanOptions:
             if each.type == "int | None" and value is not None and (type(value) is not int or value < least):
                 unit = each.metadata.get("unit", "")
                 what = (
-                    f"bytes per rank, for instance {16 << 30:,}"
+                    f"bytes per rank, for instance {16 << 30:_}"
                     if unit
                     else f"a whole number from {least} on"
                 )
-                raise UsageError(f"{each.name} is {value!r}", hint=f"give {what}".replace(",", "_"))
+                raise UsageError(f"{each.name} is {value!r}", hint=f"give {what}")
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision is {self.precision!r}", hint="bf16 or fp16")
         if self.products.partition(":")[0] not in PRODUCTS:

@@ -362,10 +362,11 @@ def test_wrong_numbers_of_slices() -> None:
 # -- with the planner, and on gloo ---------------------------------------------------------------------------
 
 
-def test_a_planned_program_equals_eager() -> None:
+@pytest.mark.parametrize(("mesh", "tile_rows"), [("pp=2,tp=2", None), ("pp=2,fsdp=2", 3)])
+def test_a_planned_program_equals_eager(mesh: str, tile_rows: int | None) -> None:
     model, batch = model_and_batch("llama-deep", 2)
-    options = {"schedule": "seq1f1b", "slices": 4, "microbatches": 2}
-    found = autoshard.plan(model, "pp=2,tp=2", example_inputs=batch, **options)  # type: ignore[arg-type]
+    options = {"schedule": "seq1f1b", "slices": 4, "microbatches": 2, "tile_rows": tile_rows}
+    found = autoshard.plan(model, mesh, example_inputs=batch, **options)  # type: ignore[arg-type]
     assert found.plan.pipeline is not None and found.plan.pipeline.slices == 4
     assert found.staging is not None and found.staging.seconds > 0
     _check(autoshard.compile(model, found).program, "llama-deep", 2)

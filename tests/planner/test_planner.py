@@ -31,8 +31,9 @@ from autoshard.cost.step_time import (
     weights,
 )
 from autoshard.errors import InfeasibleError
-from autoshard.ir import refs_of
+from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.local_bytes import held_numel
+from autoshard.ir.row_tiles import TILES, tiles_of
 from autoshard.planner.analysis import analyse
 from autoshard.planner.fingerprint import fingerprint
 from autoshard.search.plan.plan import Recompute
@@ -73,6 +74,25 @@ def test_a_scaled_model_is_the_captured_one(name: str) -> None:
     assert found.folded.joint.ports == wanted.folded.joint.ports
     again = fingerprint(found.folded, found.flow, found.rules, found.digits)
     assert small.fingerprint == again == wanted.fingerprint
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2-odd", "t5"])
+@pytest.mark.parametrize("batch", [BATCH // 2, 2])
+def test_bodies_of_tiles_are_scaled_with_the_model(name: str, batch: int) -> None:
+    model, inputs = family(name).make()
+    whole, part = (
+        analyse(capture(model, (), {k: x[:size] for k, x in inputs.items()}), tile_rows=3)
+        for size in (BATCH, batch)
+    )
+    found = with_batch(whole.model, batch).folded
+    bodies = [_bodies(each) for each in (whole.folded, found, part.folded)]
+    assert bodies[0] and bodies[0] != bodies[1] == bodies[2]
+
+
+def _bodies(folded: Folded) -> list[Sequence[TensorType]]:
+    """Types of all values in tiles."""
+    nodes = [node for graph in folded.segments.values() for node in graph.nodes if node.op == TILES]
+    return [tuple(tiles_of(node).body.types().values()) for node in nodes]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-odd", "mixtral", "bert"])

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
-from autoshard.ir import Folded, Graph, Node, TensorType, refs_of
+from autoshard.ir import Arg, Folded, Graph, Node, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place, PortClass
+from autoshard.ir.row_tiles import BATCH, BOTH, OTHER, TILES, tiles_of
 from autoshard.rules.core import Factored
 from autoshard.rules.factor_splits import DigitTable, find_digits
 from autoshard.rules.states import Digit
@@ -118,9 +119,35 @@ class _Scaling:
             None if t is None else self._type((name, v), t)
             for v, t in zip(node.outs, node.types, strict=True)
         )
-        if types == node.types:
+        args = node.args if node.op != TILES else self._tiles(name, node)
+        if types == node.types and args is node.args:
             return node
-        return Node(node.op, node.args, node.kwargs, node.outs, types, node.origin, node.backward)
+        return Node(node.op, args, node.kwargs, node.outs, types, node.origin, node.backward)
+
+    def _tiles(self, name: str, node: Node) -> tuple[Arg, ...]:
+        """A body holds types of all rows, by which programs are priced."""
+        tiles, types = tiles_of(node), self.model.folded.segments[name].types()
+        body, given = tiles.body, node.args[0]
+        had = {k: n for v, t in body.types().items() for k, n in zip(tiles.kinds[v], t.shape, strict=True)}
+        sizes: dict[str, int] = {}
+        for ref, (value, _) in zip(given, body.inputs, strict=True):
+            scaled = self._type((name, ref.name), types[ref.name])
+            sizes |= zip(tiles.kinds[value], scaled.shape, strict=True)
+        for kind, of in ((BATCH, BOTH), (BOTH, BATCH)):
+            if kind in had and kind not in sizes:
+                sizes[kind] = had[kind] * sizes[of] // had[of]
+        sizes = had | sizes
+
+        def scale(value: str, type_: TensorType) -> TensorType:
+            dims = zip(tiles.kinds[value], type_.shape, strict=True)
+            return replace(type_, shape=tuple(n if k == OTHER else sizes[k] for k, n in dims))
+
+        def scale_outs(n: Node) -> Node:
+            return replace(n, types=tuple(t and scale(v, t) for v, t in zip(n.outs, n.types, strict=True)))
+
+        inputs = tuple((v, scale(v, t)) for v, t in body.inputs)
+        graph = replace(body, inputs=inputs, nodes=tuple(map(scale_outs, body.nodes)))
+        return replace(tiles, body=graph).args(given)
 
     def _rule(self, key: tuple[str, int], rule: Factored) -> Factored:
         scaled = [self._has(d) for d in self.model.digits.factors[key]]
