@@ -221,7 +221,7 @@ def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
 def test_one_that_has_to_hold_less_says_little_of_others() -> None:
     """Once it fits as a program it may be far slower than was expected: what looked a little slower than it
     is solved after all."""
-    where, other = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe()), _estimated("fsdp=8", 1.02)
+    where, other = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe()), _estimated("fsdp=2,tp=4", 1.02)
     race = _solved(where, 1.0, 1.0)
     assert race.leaves_out(other)
     formulated = SimpleNamespace(problem=SimpleNamespace(choices=100))
@@ -230,6 +230,16 @@ def test_one_that_has_to_hold_less_says_little_of_others() -> None:
     )
     race.finish(cast(CandidateSolution, less), 1.1, 1.15)
     assert not race.leaves_out(other)
+
+
+def test_what_splits_tensors_and_what_does_not_err_otherwise() -> None:
+    """A program that takes longer than was evaluated says that of others that split tensors, as it does."""
+    race, where = BranchAndBound(), Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe())
+    _finished(race, where, 1.0, 1.15)
+    assert race.leaves_out(_estimated("fsdp=2,tp=4", 1.05)) and not race.leaves_out(
+        _estimated("fsdp=8", 1.05)
+    )
+    assert race.leaves_out(_estimated("fsdp=8", 1.2))
 
 
 def test_what_divides_the_data_ranks_otherwise_errs_alike() -> None:

@@ -25,6 +25,8 @@ _MARGIN, _CLOSE = 1.03, 1.015
 #: an estimate may be wrong by so much, and then what is expected of it is as good as what was solved; by no
 #: more than that do estimates err otherwise where there are data ranks alone, divided otherwise
 _SAME = 1.001
+#: see `_errs`
+_PIPELINES = (True, False)
 #: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
 _FAR = 1.2
 
@@ -79,8 +81,8 @@ class BranchAndBound:
         self._alike: Counter[object] = Counter()
         self._standing: dict[Configuration, _Known] = {}
         self._waiting: list[_Waiting] = []
-        #: with a pipeline or without -> simulated seconds of a program over what it was evaluated to take
-        self._off: dict[bool, float] = {}
+        #: those that err alike -> simulated seconds of a program over what it was evaluated to take
+        self._off: dict[tuple[bool, bool], float] = {}
 
     @property
     def begun(self) -> bool:
@@ -89,10 +91,10 @@ class BranchAndBound:
 
     def needed(self, config: Configuration) -> float:
         """Seconds that a configuration has to be evaluated to take less than to be the best, by what was
-        measured of others: with a pipeline and without, evaluations err alike. Of those with a pipeline, what
-        was measured of one without says little, nor the other way round: they may be evaluated right."""
+        measured of those whose evaluations err alike. What was measured of others says little: these may be
+        evaluated right."""
         least = min((1.0, *self._off.values()))
-        return self.reached / self._off.get(_piped(config), least)
+        return self.reached / self._off.get(_errs(config), least)
 
     def ahead(self, config: Configuration) -> float:
         """Seconds of what a configuration has to be faster than, if what waits to be a program fits."""
@@ -143,20 +145,19 @@ class BranchAndBound:
         """How many are solved that have a pipeline, or none, as this one."""
         if not _piped(config):
             return _MOST
-        if True not in self._off:
+        if _PIPELINES not in self._off:
             return _PIPED
         return _PIPED_LATER + (_DOUBTED if self._doubted else 0)
 
     @property
     def _doubted(self) -> bool:
         """Whether a program of a pipeline took far longer than it was evaluated to."""
-        return self._off.get(True, 1.0) > _WRONG
+        return self._off.get(_PIPELINES, 1.0) > _WRONG
 
     def _limit(self, other: _Known, config: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
-        one_kind = _piped(other.configuration) == _piped(config)
         doubt = _WRONG if self._doubted and _piped(config) else 1.0
-        return doubt * other.limit if one_kind else _MARGIN * self.needed(config)
+        return doubt * other.limit if self._err_alike(other, config) else _MARGIN * self.needed(config)
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
@@ -167,8 +168,7 @@ class BranchAndBound:
 
     def _err_alike(self, other: _Known, config: Configuration) -> bool:
         """Whether what an estimate missed of one says anything of the other."""
-        known = other.configuration
-        return _piped(known) == _piped(config) and (_piped(config) or _splits(known) == _splits(config))
+        return _errs(other.configuration) == _errs(config)
 
     def _would_be_far_behind(self, estimated: Estimated) -> bool:
         """Whether those whose estimates err as this one's were all so much slower than estimated: those much
@@ -241,10 +241,10 @@ class BranchAndBound:
         """The same of one that is known before anything is solved."""
         config = solution.configuration
         if measured is not None:
-            self._off[_piped(config)] = measured / evaluated
+            self._off[_errs(config)] = measured / evaluated
         if self.incumbent is None or evaluated < self.needed(config):
             self.incumbent = solution
-            self.reached = evaluated * self._off.get(_piped(config), 1.0)
+            self.reached = evaluated * self._off.get(_errs(config), 1.0)
 
 
 def _turn(waiting: _Waiting) -> float:
@@ -253,6 +253,11 @@ def _turn(waiting: _Waiting) -> float:
 
 def _piped(config: Configuration) -> bool:
     return config.pipe.ranks > 1
+
+
+def _errs(config: Configuration) -> tuple[bool, bool]:
+    """How estimates and evaluations err: with a pipeline, or without one by whether tensors are split."""
+    return _piped(config), not _piped(config) and _splits(config)
 
 
 def _splits(config: Configuration) -> bool:
