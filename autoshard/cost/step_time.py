@@ -83,14 +83,13 @@ class StepTime:
 class Overlap:
     """How a step of ``microbatches`` is pieced together.
 
-    share: of the time in which parameter collectives and computing are under way at once that is gained by
-    it, as each slows the other (0: nothing overlaps). edge: share of the parameter
-    collectives with nothing to hide behind: those of the first layer, before, and of the last, after. beside:
-    share of the computing of backward that may hide collectives of activations: of gradients of parameters,
-    none where these are computed apart. stages: pipeline ranks among which everything is divided; one that is
-    twice as fast counts for two. filling:
-    microbatches that a rank could compute while it waits for others. hops: seconds that a microbatch is on
-    its way between stages.
+    share: of the time in which collectives and computing are under way at once that is gained by it, as each
+    slows the other (0: nothing overlaps). edge: share of the parameter collectives with nothing to hide
+    behind: those of the first layer, before, and of the last, after. beside: share of the computing of
+    backward that may hide collectives of activations: of gradients of parameters, none where these are
+    computed apart. stages: pipeline ranks among which everything is divided; one that is twice as fast counts
+    for two. filling: microbatches that a rank could compute while it waits for others. hops: seconds that a
+    microbatch is on its way between stages.
     """
 
     microbatches: int = 1
@@ -106,15 +105,15 @@ class Overlap:
 class Exposure:
     """Which overlaps are bound by communication (1) or by computing (0), or between.
 
-    forward, backward: of all microbatches but the first, or but the last. first, last: of those. talk: of
-    collectives of activations in backward, whether they outlast what may hide them.
+    forward, backward: of all microbatches but the first, or but the last. first, last: of those.
+    talk_backward: of collectives of activations in backward, whether they outlast what may hide them.
     """
 
     forward: float = 1.0
     backward: float = 1.0
     first: float = 1.0
     last: float = 1.0
-    talk: float = 1.0
+    talk_backward: float = 1.0
 
 
 def step_time(sums: StepSums, overlap: Overlap) -> StepTime:
@@ -208,9 +207,9 @@ def weights(overlap: Overlap, bound: Exposure) -> StepSums:
     free = run - backward
     return StepSums(
         work_forward=(run - share * forward) / p,
-        work_backward=(run - share * (backward + free * bound.talk * overlap.beside)) / p,
+        work_backward=(run - share * (backward + free * bound.talk_backward * overlap.beside)) / p,
         talk=run / p,
-        talk_backward=(run - share * free * (1 - bound.talk)) / p,
+        talk_backward=(run - share * free * (1 - bound.talk_backward)) / p,
         gather_forward=(m * overlap.edge + inner * ahead) / p,
         gather_backward=(m * overlap.edge + inner * behind) / p,
         reduce=(m * overlap.edge + inner * behind) / p,

@@ -14,7 +14,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import rooms, stage_machines
-from autoshard.cost.step_time import microbatch_seconds, talk_seconds
+from autoshard.cost.step_time import microbatch_seconds, step_time, talk_seconds
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.passes.pipeline import LoweringOptions, place
@@ -72,7 +72,7 @@ def scheduled_seconds(placements: Placement, schedule: str) -> tuple[float, floa
     setting = replace(free, pipe=replace(free.pipe, schedule=schedule))
     sums, overlap = setting.sums(placements.usage), setting.overlap_model
     talk = setting.microbatches * talk_seconds(sums, overlap) / overlap.stages
-    return microbatch_seconds(sums, overlap), max(0.0, setting.step(placements.usage).exposed - talk)
+    return microbatch_seconds(sums, overlap), max(0.0, step_time(sums, overlap).exposed - talk)
 
 
 class Schedules:

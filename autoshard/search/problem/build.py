@@ -264,8 +264,8 @@ class _Builder:
             var = self._add_node(name, number, states)
             recomputed = self.kept.recomputed_by([(name, number)])
             if rule.exchange:
-                talk = Time("exchange", self.backward[name], *recomputed)
-                self.entries.append(Exchanged(talk, var, self.counts[name], call))
+                exchange = Time("exchange", self.backward[name], *recomputed)
+                self.entries.append(Exchanged(exchange, var, self.counts[name], call))
             work = Time("work", self.backward[name], *recomputed)
             self.entries.append(Busy(work, var, self.counts[name], call))
             for position, out in enumerate(node.outs):
