@@ -20,6 +20,7 @@ from autoshard.cost.kernel_time import (
     filled,
     reached_rate,
     sustained,
+    traffic_seconds,
 )
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import DTYPES, TensorType
@@ -27,7 +28,7 @@ from autoshard.ir.experts import destinations
 from autoshard.ir.local_bytes import held_bytes, held_shape
 from autoshard.ir.placement import Layout
 from autoshard.ir.scaled import copies_of
-from autoshard.rules.core import Factored
+from autoshard.rules.core import Factored, TileFn
 from autoshard.rules.states import OpState
 
 
@@ -66,6 +67,8 @@ class CostModel:
         """
         if rule.kind == "view" or not states:
             return np.zeros(len(states))
+        if rule.tile is not None:
+            return self._tiled(rule.tile, states, sizes, scale if grows else 1.0)
         # a result is there in all states or in none
         products = [
             (number, type_)
@@ -101,6 +104,23 @@ class CostModel:
         rate = attention_rate(dtype, rule.kernel == "attention_backward", device, native=False)
         start = device.kernels.attention_start + device.launch_overhead
         return roofline(flops, moved, rate, device.traffic, start)
+
+    def _tiled(
+        self, tile_of: TileFn, states: Sequence[OpState], sizes: Sequence[int], scale: float
+    ) -> NDArray[np.float64]:
+        """Seconds of all tiles of rows, one after the other."""
+        priced: dict[tuple[object, ...], float] = {}
+        for state in states:
+            key = state.inputs, state.outputs
+            if key in priced:
+                continue
+            tile = tile_of(*key, sizes, scale)
+            once = traffic_seconds(tile.copied, self.device)
+            for rule, ins, outs in tile.calls:
+                alone = OpState(((),) * len(ins), tuple(None if t is None else () for t in outs), 1)
+                once += float(self.op_seconds(rule, ins, outs, [alone], (), waves=True)[0])
+            priced[key] = tile.count * once
+        return np.array([priced[state.inputs, state.outputs] for state in states])
 
     def _reached(
         self,

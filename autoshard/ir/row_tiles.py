@@ -60,9 +60,10 @@ class RowTiles:
         )
         return tuple(given), self.rows, inputs, statements, self.body.outputs, self.recomputed
 
-    def tile(self) -> tuple[int, Mapping[str, TensorType]]:
-        """(how many tiles there are, types in the largest), of a body with the sizes of a rank."""
-        types = self.body.types()
+    def tile(self, types: Mapping[str, TensorType] | None = None) -> tuple[int, Mapping[str, TensorType]]:
+        """(how many tiles there are, types in the largest) of values that a rank holds, if left out, those of
+        the body."""
+        types = self.body.types() if types is None else types
         sizes = {k: n for v, t in types.items() for k, n in zip(self.kinds[v], t.shape, strict=True)}
         batch = sizes.get(BATCH, 1)
         rows = sizes.get(SEQUENCE) or sizes[BOTH] // batch

@@ -24,6 +24,7 @@ from autoshard.ir.placement import Layout, Shard
 
 if TYPE_CHECKING:
     from autoshard.rules.local import LocalCall
+    from autoshard.rules.row_tiles import Tile
 
 #: factor numbers of one tensor dim, outermost first; () for a dim of size 1 or a broadcast
 Dim: TypeAlias = tuple[int, ...]
@@ -32,6 +33,8 @@ Kind: TypeAlias = Literal["matmul", "pointwise", "view", "create"]
 Kernel: TypeAlias = Literal["", "product", "attention", "attention_backward"]
 #: makes the call that a rank runs on its shards
 Localizer: TypeAlias = "Callable[[LocalCall], Node]"
+#: (layouts of inputs, of outputs, sizes of the axes, as many times the sequences) -> what a rank runs
+TileFn: TypeAlias = "Callable[[Sequence[Layout], Sequence[Layout | None], Sequence[int], float], Tile]"
 RuleFn: TypeAlias = "Callable[[Node, Sequence[TensorType]], Factored]"
 
 
@@ -58,7 +61,8 @@ class Factored:
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
-        product is done, where not at that of its result.
+        product is done, where not at that of its result. tile: of a call that runs others on some rows at a
+        time, what these are on a rank.
     """
 
     sizes: tuple[int, ...]
@@ -76,6 +80,7 @@ class Factored:
     kernel: Kernel = ""
     recomputed: float = 0.0
     rate: str = ""
+    tile: TileFn | None = None
 
     def exchanged(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
         """The axis (its number) over which a call with these layouts exchanges rows, or None."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, prod
 
 from autoshard.ir import Graph, Node, TensorType, refs_of
-from autoshard.ir.placement import Layout, Partial, Placement, R
-from autoshard.ir.row_tiles import SHAPED, RowTiles, tiles_of, with_sizes, without_rows
+from autoshard.ir.local_bytes import held_shape
+from autoshard.ir.placement import Layout, Partial, Placement, R, Shard
+from autoshard.ir.row_tiles import BATCH, BOTH, OTHER, SHAPED, RowTiles, tiles_of, with_sizes, without_rows
 from autoshard.rules.core import Dim, Dims, Factored, RuleFn
 from autoshard.rules.local import LocalCall, symbolic_shape
 from autoshard.rules.states import Digit, digit_of, placement_of
@@ -244,6 +246,7 @@ def rule_with(table: Mapping[str, RuleFn]) -> RuleFn:
         tiles = tiles_of(node)
         body = with_sizes(tiles.body)
         found = body_factors(body, table)
+        localizer = _Localizer(tiles, body, found)
         return Factored(
             found.sizes,
             tuple(found.dims[n] for n, _ in body.inputs),
@@ -253,11 +256,25 @@ def rule_with(table: Mapping[str, RuleFn]) -> RuleFn:
             kind="matmul",
             flops=found.flops,
             recomputed=sum(rule.flops for rule in found.rules[: tiles.recomputed]),
-            local=_Localizer(tiles, body, found),
+            local=localizer,
             contiguous=found.contiguous,
+            tile=localizer.tile,
         )
 
     return rule
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The largest tile of a rank.
+
+    count: of tiles. calls: of its ops (rule with the FLOP that are done here, types of inputs, of outputs).
+    copied: bytes moved to put what a tile gives where that of all lies, or to add it there.
+    """
+
+    count: int
+    calls: tuple[tuple[Factored, tuple[TensorType, ...], tuple[TensorType | None, ...]], ...]
+    copied: float
 
 
 @dataclass(frozen=True)
@@ -270,8 +287,7 @@ class _Localizer:
 
     def __call__(self, call: LocalCall) -> Node:
         types = self.body.types()
-        per_axis = [self._axis(call, k, ways) for k, ways in enumerate(call.mesh.sizes)]
-        layouts: dict[str, Layout] = {v: tuple(axis[v] for axis in per_axis) for v in types}
+        layouts = self._layouts(call.in_layouts, call.out_layouts, call.mesh.sizes)
 
         def local(type_: TensorType, value: str) -> TensorType:
             return TensorType(symbolic_shape(type_.shape, layouts[value], call.mesh), type_.dtype)  # type: ignore[arg-type]  # a size may be a symbol
@@ -292,15 +308,45 @@ class _Localizer:
         args = replace(self.tiles, body=body).args(call.node.args[0])
         return replace(call.node, args=args)
 
-    def _axis(self, call: LocalCall, axis: int, ways: int) -> Mapping[str, Placement]:
+    def tile(
+        self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], sizes: Sequence[int], scale: float
+    ) -> Tile:
+        """The largest tile of the fullest rank. scale: there are so many times as many sequences."""
+        layouts, kinds = self._layouts(inputs, outputs, sizes), self.tiles.kinds
+        whole = {}
+        for value, type_ in self.body.types().items():
+            held = zip(kinds[value], held_shape(type_.shape, layouts[value], sizes), strict=True)
+            shape = tuple(ceil(n * scale) if kind in (BATCH, BOTH) else n for kind, n in held)
+            whole[value] = TensorType(shape, type_.dtype)
+        count, types = self.tiles.tile(whole)
+        calls = []
+        for node, rule in zip(self.body.nodes, self.found.rules, strict=True):
+            values = (*refs_of(node), *node.outs)
+            wide = max(values, key=lambda v: len(kinds[v].strip(OTHER)))
+            ways = prod(
+                size for k, size in enumerate(sizes) if any(isinstance(layouts[v][k], Shard) for v in values)
+            )
+            times = scale if kinds[wide].strip(OTHER) else 1.0
+            part = times * prod(types[wide].shape) / max(1, prod(whole[wide].shape))
+            ins = tuple(types[r] for r in refs_of(node))
+            calls.append(
+                (replace(rule, flops=part * rule.flops / ways), ins, tuple(types[o] for o in node.outs))
+            )
+        moved = {v: types[v].nbytes * (2 if kinds[v].strip(OTHER) else 3) for v in self.body.outputs}
+        return Tile(count, tuple(calls), float(sum(moved.values())))
+
+    def _layouts(
+        self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], sizes: Sequence[int]
+    ) -> dict[str, Layout]:
+        """Where the values of the body lie."""
+        given = [(n, layout) for (n, _), layout in zip(self.body.inputs, inputs, strict=True)]
+        given += [(n, lay) for n, lay in zip(self.body.outputs, outputs, strict=True) if lay is not None]
+        axes = [self._axis([(n, lay[k]) for n, lay in given], ways) for k, ways in enumerate(sizes)]
+        return {v: tuple(axis[v] for axis in axes) for v in self.body.types()}
+
+    def _axis(self, given: Sequence[tuple[str, Placement]], ways: int) -> Mapping[str, Placement]:
         """Where the values of the body lie on one axis."""
         types, laid = self.body.types(), self.found.dims
-        given = [(n, layout[axis]) for (n, _), layout in zip(self.body.inputs, call.in_layouts, strict=True)]
-        given += [
-            (n, layout[axis])
-            for n, layout in zip(self.body.outputs, call.out_layouts, strict=True)
-            if layout is not None
-        ]
         split = self._split(given, ways)
         if split is None:
             return dict.fromkeys(types, R)

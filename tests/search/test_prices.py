@@ -43,6 +43,19 @@ def test_the_search_and_the_simulation_agree_on_large_layers(kind: Kind, mesh: s
     assert planned.solution.placements.seconds == pytest.approx(planned.peak.step, rel=0.06)
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=8", "dp=2,tp=4"])
+def test_the_search_and_the_simulation_agree_on_tiles_of_rows(mesh: str) -> None:
+    """All that a tile runs is priced by itself, also beyond the batch of the capture."""
+    shape = Architecture("llama", 4, 4096, 32, 8, 14336, 32000, 8192)
+    model, inputs = on_meta(shape, 16, 8192)
+    planned = autoshard.plan(
+        model, mesh, example_inputs=inputs, cluster="h100-dgx", memory=80_000_000_000, tile_rows=1024
+    )
+    assert planned.solution is not None and planned.peak is not None and planned.peak.step is not None
+    assert planned.plan.tile_rows == 1024
+    assert planned.solution.placements.seconds == pytest.approx(planned.peak.step, rel=0.02)
+
+
 def test_attention_is_priced_in_the_type_of_its_result() -> None:
     """The sums that it keeps for its backward are wider, and say nothing of its rate."""
     shape = (4, 16, 2048, 128)

@@ -18,6 +18,7 @@ from autoshard.ir.flow import Flow, Place, PortClass
 from autoshard.ir.row_tiles import BATCH, BOTH, OTHER, TILES, tiles_of
 from autoshard.rules.core import Factored
 from autoshard.rules.factor_splits import DigitTable, find_digits
+from autoshard.rules.registry import RULES
 from autoshard.rules.states import Digit
 from autoshard.search.problem.problem import Model, batch_of
 
@@ -58,11 +59,14 @@ class _Scaling:
         folded = self.model.folded
         segments = {name: self._graph(name, graph) for name, graph in folded.segments.items()}
         rules = {key: self._rule(key, rule) for key, rule in self.model.rules.items()}
-        for (name, number), rule in rules.items():
+        for (name, number), rule in list(rules.items()):
             node = segments[name].nodes[number]
             types = segments[name].types()
+            ins = [types[r] for r in refs_of(node)]
+            if rule.tile is not None:
+                rules[name, number] = replace(rule, tile=RULES[TILES](node, ins).tile)
             try:
-                rule.check([types[r] for r in refs_of(node)], node.types)
+                rule.check(ins, node.types)
             except ValueError as error:
                 raise NotRescalable(str(error)) from None
         flow = self._flow(self.model.flow)
