@@ -35,6 +35,7 @@ from autoshard.passes.partition.quantize_norms import quantise_norms
 from autoshard.passes.partition.ring_products import Rings, ring_products
 from autoshard.passes.sequence.slice_places import places_of
 from autoshard.passes.sequence.slice_sequence import slice_sequence
+from autoshard.passes.simplify.band_masks import band_masks
 from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.simplify.cast_products import ProductCasts, cast_products
 from autoshard.passes.simplify.count_once import count_once
@@ -247,6 +248,7 @@ SIMPLIFYING = (
     ),
     _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
     _pass("normalize", lambda folded, c: normalize(folded), needs="segments", gives="canonical"),
+    _pass("band_masks", lambda folded, c: band_masks(folded), needs="canonical"),
     _pass(
         "tile_rows",
         lambda folded, c: tile_rows(folded, c.rows, c.rules),

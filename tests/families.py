@@ -113,6 +113,27 @@ def _mixtral() -> nn.Module:
     )
 
 
+def _mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48}
+    return MistralForCausalLM(
+        MistralConfig(num_hidden_layers=3, vocab_size=96, head_dim=8, sliding_window=100, **sizes)
+    )
+
+
+def _gemma3() -> nn.Module:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 48}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            num_hidden_layers=4, vocab_size=96, head_dim=8, sliding_window=100, layer_types=kinds, **sizes
+        )
+    )
+
+
 def _bert(positions: int = 32) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -191,9 +212,14 @@ DEEP: tuple[Family, ...] = (
 LONG: tuple[Family, ...] = (
     Family("llama-long", _llama, _tokens(96, batch=2, seq=512)),
     Family("llama-long-padded", _llama, _tokens(96, mask=True, batch=3, seq=512)),
+    Family("mistral-window", _mistral, _tokens(96, batch=2, seq=512)),
+    Family("mistral-window-padded", _mistral, _tokens(96, mask=True, batch=4, seq=512)),
+    Family("gemma3-windows", _gemma3, _tokens(96, batch=2, seq=512)),
+    Family("gemma3-windows-padded", _gemma3, _tokens(96, mask=True, batch=4, seq=512)),
     Family("mixtral-long", _mixtral, _tokens(96, batch=2, seq=512)),
     Family("bert-long", lambda: _bert(512), _tokens(101, batch=2, seq=512)),
     Family("gpt2-long", lambda: _gpt2(positions=512), _tokens(97, batch=2, seq=512)),
+    Family("gpt2-wide", lambda: _gpt2(width=256, positions=1024), _tokens(97, batch=2, seq=1024)),
 )
 
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=4")

@@ -736,15 +736,30 @@ def _attention(m: Make) -> Iterator[OpSample]:
             out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5)
             args = (torch.randn_like(out), q, k, v, out, lse, mask, causal, 0.5)
             yield OpSample("autoshard.sdpa_backward.default", args)
+    q, k, v = m.real(4, 3, 8, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
+    for mask, window in _bands(m):
+        yield OpSample("autoshard.sdpa.default", (q, k, v, mask, True, 0.5, window))
+        out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, True, 0.5, window)
+        args = (torch.randn_like(out), q, k, v, out, lse, mask, True, 0.5, window)
+        yield OpSample("autoshard.sdpa_backward.default", args)
+
+
+def _bands(m: Make) -> list[tuple[torch.Tensor | None, int]]:
+    """(mask of 8 keys, window)."""
+    by_keys = m.bools(4, 1, 1, 8)
+    by_keys[..., :2] = False  # whose first rows attend to nothing
+    return [(None, 0), (None, 3), (by_keys, 0), (by_keys, 3), (m.bools(1, 8), 5)]
 
 
 def _attention_of_rows(m: Make) -> Iterator[OpSample]:
     for rows, start, zigzag in ((2, 2, False), (4, 2, True), (8, 0, True)):
         q, k, v = m.real(4, 3, rows, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
-        yield OpSample("autoshard.sdpa_rows.default", (q, k, v, 0.5, start, zigzag))
-        out, lse = torch.ops.autoshard.sdpa_rows(q, k, v, 0.5, start, zigzag)
-        args = (torch.randn_like(out), q, k, v, out, lse, 0.5, start, zigzag)
-        yield OpSample("autoshard.sdpa_rows_backward.default", args)
+        for band in _bands(m):
+            rest = (0.5, start, zigzag, *band)
+            yield OpSample("autoshard.sdpa_rows.default", (q, k, v, *rest))
+            out, lse = torch.ops.autoshard.sdpa_rows(q, k, v, *rest)
+            args = (torch.randn_like(out), q, k, v, out, lse, *rest)
+            yield OpSample("autoshard.sdpa_rows_backward.default", args)
 
 
 def _experts(m: Make) -> Iterator[OpSample]:

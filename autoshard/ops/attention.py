@@ -1,5 +1,8 @@
 """Attention as one op: softmax(q k^T * scale + mask) v with its log-sum-exp, and its gradient.
 
+With ``causal``, a mask (True: attend) may be one of keys alone, [.., 1, t], and with a ``window`` a query
+attends to so many keys up to its own position; 0: to all of them.
+
 All tensors are [batch, heads, positions, channels]. The output lies in memory as [batch, positions,
 heads, channels], as torch's own kernels leave it, so that joining the heads again is free.
 """
@@ -93,6 +96,33 @@ def sdpa_math_backward(
     return in_bshd(grad_q.to(q.dtype)), in_bshd(grad_k.to(k.dtype)), in_bshd(grad_v.to(v.dtype))
 
 
+def _by_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some rows at a time, with the keys in their reach (`ops.attention_rows`)."""
+    made: tuple[torch.Tensor, torch.Tensor] = torch.ops.autoshard.sdpa_rows(
+        q, k, v, scale, 0, False, mask, window
+    )
+    return made
+
+
+def _by_rows_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    window: int,
+) -> Gradients:
+    made: Gradients = torch.ops.autoshard.sdpa_rows_backward(
+        grad, q, k, v, out, lse, scale, 0, False, mask, window
+    )
+    return made
+
+
 def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """What torch's CPU kernel takes: equal channels, dense last dims, masks of 2 or 4 dims, nothing empty."""
     return (
@@ -103,8 +133,16 @@ def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 
 
 def _sdpa_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if window:
+        return _by_rows(q, k, v, mask, scale, window)
     if not _cpu_kernel_fits(q, k, v, mask):
         return sdpa_math(q, k, v, mask, causal, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -123,7 +161,10 @@ def _sdpa_backward_cpu(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    window: int = 0,
 ) -> Gradients:
+    if window:
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, scale, window)
     if not _cpu_kernel_fits(q, k, v, mask):
         return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -172,10 +213,29 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _reach(window: int) -> dict[str, int]:
+    """Keys before and behind its own that a query of FlashAttention attends to."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
 def _sdpa_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = _dense(q), _dense(k), _dense(v)
+    if window and _flash_fits(q, k, v, mask, causal):
+        by_position = (x.transpose(1, 2) for x in (q, k, v))
+        found = torch.ops.aten._flash_attention_forward(
+            *by_position, None, None, q.shape[2], k.shape[2], 0.0, True, False, scale=scale, **_reach(window)
+        )
+        return in_bshd(found[0].transpose(1, 2)), found[1][..., : q.shape[2]].contiguous()
+    if window:
+        return _by_rows(q, k, v, mask, scale, window)
     if _flash_fits(q, k, v, mask, causal):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return in_bshd(found[0]), found[1][..., : q.shape[2]].contiguous()
@@ -197,10 +257,20 @@ def _sdpa_backward_cuda(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    window: int = 0,
 ) -> Gradients:
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
     state = torch.zeros((2,), dtype=torch.int64, device=q.device)  # of the random numbers: none are drawn
-    if _flash_fits(q, k, v, mask, causal):
+    if window and _flash_fits(q, k, v, mask, causal):
+        by_position = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        sizes, none = (q.shape[2], k.shape[2]), (None, None)
+        found = torch.ops.aten._flash_attention_backward(
+            *by_position, lse, *none, *sizes, 0.0, True, state, state, scale=scale, **_reach(window)
+        )
+        grads = tuple(x.transpose(1, 2) for x in found)
+    elif window:
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, scale, window)
+    elif _flash_fits(q, k, v, mask, causal):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
             q,
@@ -242,7 +312,13 @@ def _sdpa_backward_cuda(
 
 
 def fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _by_positions(q, q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
 
@@ -257,12 +333,13 @@ def fake_backward(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    window: int = 0,
 ) -> Gradients:
     return _by_positions(q, q, q), _by_positions(k, k, k), _by_positions(v, v, v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, *(() if mask is None else (mask,)))
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -270,15 +347,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _backward(ctx: Any, grad: torch.Tensor | None, grad_lse: object) -> tuple[Any, ...]:
     if grad is None:
-        return None, None, None, None, None, None
+        return None, None, None, None, None, None, None
     q, k, v, out, lse, *masks = ctx.saved_tensors
     mask = masks[0] if masks else None
-    grads = torch.ops.autoshard.sdpa_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale)
-    return (*grads, None, None, None)
+    grads = torch.ops.autoshard.sdpa_backward(
+        grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window
+    )
+    return (*grads, None, None, None, None)
 
 
 define(
-    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0) "
+    "-> (Tensor, Tensor)",
     _sdpa_cpu,
     fake,
     cuda=_sdpa_cuda,
@@ -287,7 +367,7 @@ define(
 )
 define(
     "sdpa_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
-    "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "bool causal, float scale, int window=0) -> (Tensor, Tensor, Tensor)",
     _sdpa_backward_cpu,
     fake_backward,
     cuda=_sdpa_backward_cuda,

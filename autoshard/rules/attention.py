@@ -21,7 +21,8 @@ def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, cau
     build = Builder()
     b, h, s = build.new(q.shape[0]), build.new(q.shape[1]), build.new(q.shape[2])
     t, d, e = build.new(k.shape[2]), build.new(q.shape[3]), build.new(v.shape[3])
-    turned = frozenset(s) if causal and mask is None and q.shape[2] == k.shape[2] else frozenset()
+    by_keys = mask is None or mask.shape[-2:-1] in ((), (1,))
+    turned = frozenset(s) if causal and by_keys and q.shape[2] == k.shape[2] else frozenset()
     fixed = {f for x in (t, d, e) for f in x} | (set(s) if causal and not turned else set())
     full: list[Dim] = [b, h, s, t]
     mask_dims: Dims = ()
@@ -31,11 +32,18 @@ def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, cau
     return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), mask_dims, fixed, turned
 
 
-def flops(q: TensorType, k: TensorType, v: TensorType, causal: bool) -> float:
-    """FLOP of the forward: two products over all pairs, or over half of them."""
+def flops(q: TensorType, k: TensorType, v: TensorType, causal: bool, window: int = 0) -> float:
+    """FLOP of the forward: two products over all pairs, over half of them, or over those in a window."""
     b, h, s, d = q.shape
-    full = 2.0 * b * h * s * k.shape[2] * (d + v.shape[3])
-    return full / 2 if causal else full
+    pairs = s * k.shape[2] / 2 if causal else float(s * k.shape[2])
+    if window:
+        pairs = min(pairs, s * window - window * (window - 1) / 2)
+    return 2.0 * b * h * pairs * (d + v.shape[3])
+
+
+def _window(node: Node, place: int) -> int:
+    """The last argument, which may be left out."""
+    return int(node.args[place]) if len(node.args) > place else 0
 
 
 def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -44,7 +52,7 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
     mask = ins[3] if len(ins) > 3 else None
     build, q, k, v, out, lse, mask_dims, fixed, turned = _laid(node, ins[:3], mask, causal)
     inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
-    flop = flops(ins[0], ins[1], ins[2], causal)
+    flop = flops(ins[0], ins[1], ins[2], causal, _window(node, 6))
     return Factored(
         tuple(build.sizes),
         inputs,
@@ -62,8 +70,11 @@ def _rows(call: LocalCall, scale: int) -> Node:
     """Attention of the rows that a rank has; scale: which argument that is. Keys are whole."""
     if not call.in_split(0, 2):
         return call.node
-    tensors = call.node.args[: scale - 2]
-    args = (*tensors, call.node.args[scale], call.in_offset(0, 2), True)
+    given = call.node.args
+    args = (*given[: scale - 2], given[scale], call.in_offset(0, 2), True)
+    window = _window(call.node, scale + 1)
+    if window or given[scale - 2] is not None:
+        args = (*args, given[scale - 2], window)
     return replace(call.node, op=call.node.op.replace("sdpa", "sdpa_rows"), args=args)
 
 
@@ -73,7 +84,7 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     mask = ins[6] if len(ins) > 6 else None
     build, q, k, v, out, lse, mask_dims, fixed, turned = _laid(node, ins[1:4], mask, causal)
     inputs = (out, q, k, v, out, lse) if mask is None else (out, q, k, v, out, lse, mask_dims)
-    flop = 2.5 * flops(ins[1], ins[2], ins[3], causal)
+    flop = 2.5 * flops(ins[1], ins[2], ins[3], causal, _window(node, 9))
     reduce = tuple((f, "sum") for f in q[2])
     return Factored(
         tuple(build.sizes),
@@ -90,33 +101,43 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     )
 
 
-def _rows_flops(node: Node, q: TensorType, k: TensorType, v: TensorType) -> float:
-    """Of t keys each of s rows looks at half of its block and all before; in a zigzag, at half of them."""
-    start, zigzag = node.args[-2:]
+def _rows_flops(node: Node, scale: int, q: TensorType, k: TensorType, v: TensorType) -> float:
+    """Of t keys each of s rows looks at half of its block and all before; in a zigzag, at half of them.
+
+    scale: which argument that is."""
+    start, zigzag = node.args[scale + 1 : scale + 3]
     seen = 0.5 if zigzag else (start + q.shape[2] / 2) / max(1, k.shape[2])
+    window = _window(node, scale + 4)
+    if window:
+        seen = min(seen, window / max(1, k.shape[2]))
     return flops(q, k, v, False) * seen
 
 
 def sdpa_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e] -> (out [b, h, s, e], lse [b, h, s])."""
-    build, q, k, v, out, lse, _, fixed, _ = _laid(node, ins, None, True)
+    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], optional mask of keys -> (out [b, h, s, e], lse
+    [b, h, s])."""
+    mask = ins[3] if len(ins) > 3 else None
+    build, q, k, v, out, lse, mask_dims, fixed, _ = _laid(node, ins[:3], mask, True)
+    inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
     sizes, whole = tuple(build.sizes), frozenset((*fixed, *q[2]))
-    flop = _rows_flops(node, *ins)
-    return Factored(sizes, (q, k, v), (out, lse), whole, kind="matmul", flops=flop, kernel="attention")
+    flop = _rows_flops(node, 3, *ins[:3])
+    return Factored(sizes, inputs, (out, lse), whole, kind="matmul", flops=flop, kernel="attention")
 
 
 def sdpa_rows_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """grad, q, k, v, out, lse -> gradients of q, k, v."""
-    build, q, k, v, out, lse, _, fixed, _ = _laid(node, ins[1:4], None, True)
+    """grad, q, k, v, out, lse, optional mask of keys -> gradients of q, k, v."""
+    mask = ins[6] if len(ins) > 6 else None
+    build, q, k, v, out, lse, mask_dims, fixed, _ = _laid(node, ins[1:4], mask, True)
+    inputs = (out, q, k, v, out, lse)
     return Factored(
         tuple(build.sizes),
-        (out, q, k, v, out, lse),
+        inputs if mask is None else (*inputs, mask_dims),
         (q, k, v),
         frozenset((*fixed, *q[2])),
         (),
         ((0,),),
         "matmul",
-        2.5 * _rows_flops(node, *ins[1:4]),
+        2.5 * _rows_flops(node, 6, *ins[1:4]),
         kernel="attention_backward",
     )
 

@@ -5,7 +5,8 @@ What a program then computes are parts of terms. A part is one of
 * ``piece``: slice c of a term, cut where its placement on the axis of slices says
   (`passes/sequence/slice_places.py`);
 * ``share``: what some slices add to a term that is a sum over positions;
-* ``upto``: slices 0 to c of a term, joined: keys and values that the queries of slice c see;
+* ``upto``: slices 0 to c of a term, joined: keys and values that the queries of slice c see, and a mask of
+  these keys;
 * ``corner``: of a mask, the rows of slice c and the columns up to it;
 * ``only``, ``seen``, ``cut``: what slice c, slices from c on, or slices from c + 1 on add to the gradients
   of the keys up to slice c.
@@ -104,7 +105,8 @@ class Pieces:
         if part.kind == "piece":
             shape = list(local_shape(whole.shape, (part.place,), (self.slices,), (0,)))
         elif part.kind in ("upto", "only", "seen", "cut"):
-            shape[POSITIONS.dim] = shape[POSITIONS.dim] // self.slices * (part.number + 1)
+            assert isinstance(part.place, Shard)
+            shape[part.place.dim] = shape[part.place.dim] // self.slices * (part.number + 1)
         elif part.kind == "corner":
             shape[-2] //= self.slices
             shape[-1] = shape[-1] // self.slices * (part.number + 1)
@@ -181,6 +183,12 @@ class Pieces:
         """(what is cut out, from where to where) of a part along a dim, None if that is no part."""
         if part.kind == "whole" and size * self.slices == before[dim]:
             return Derived("piece", part.base, Shard(dim), number), (number * size, (number + 1) * size)
+        if (
+            part.kind == "whole"
+            and size * self.slices == before[dim] * (number + 1)
+            and dim == len(before) - 1
+        ):
+            return Derived("upto", part.base, Shard(dim), number), (0, size)
         if part.kind == "apart" and isinstance(part.place, Shard) and dim == part.place.dim + 1:
             inner = self.part(part.base)
             if inner.kind == "whole" and size * self.slices == before[dim]:
@@ -294,19 +302,27 @@ class Pieces:
         if isinstance(mask, Ref):
             type_ = self.terms.types[parts[count].base]
             assert type_ is not None
-            corner = Derived("corner", parts[count].base, Shard(len(type_.shape) - 2), number)
-            if parts[count] != self._plain(corner) or not self._hides(corner.base):
+            base, last_dim = parts[count].base, Shard(len(type_.shape) - 1)
+            if causal:
+                of_keys = Derived("upto" if number else "piece", base, last_dim, number)
+                if parts[count] != self._plain(of_keys):
+                    return
+            elif parts[count] != self._plain(
+                Derived("corner", base, Shard(last_dim.dim - 1), number)
+            ) or not self._hides(base):
                 return
         elif not causal:
             return
         taken = tuple(self.term(p) for p in parts)
         args: tuple[Arg, ...] = node.args
         op = node.op
-        if number and not isinstance(mask, Ref):
+        if number and causal:
             assert node.types[0] is not None
             op = _ROWS_BACKWARD if back else _ROWS
             start = node.types[0].shape[POSITIONS.dim] // self.slices * number
-            args = (*node.args[:count], node.args[count + 2], start, False)
+            scale, *window = node.args[count + 2 :]
+            band = (mask, *(window or (0,))) if window or mask is not None else ()
+            args = (*node.args[:count], scale, start, False, *band)
         if not back:
             outs = tuple(Derived("piece", o, POSITIONS, number) for o in made.outs)
         else:

@@ -51,6 +51,35 @@ def _mask(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     return to.added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), made, end)
 
 
+def _mask_of_keys(to: SliceEmitter, inner: str, value: str, number: int) -> str:
+    """The part of a mask [..., 1, s] for the keys up to a slice."""
+    end = f"_to{number}"
+    name, whole = to.inner(inner, end), to.of.values[value]
+    if name in to.group.made or number == to.of.slices - 1:
+        return name if name in to.group.made else to.whole(inner, value)
+    *rest, length = whole.type.shape
+    seen = length // to.of.slices * (number + 1)
+    made = PlacedValue(TensorType((*rest, seen), whole.type.dtype), whole.layout)
+    args = (Ref(to.whole(inner, value)), len(rest), 0, seen)
+    return to.added(inner, value, "aten.slice.Tensor", args, made, end)
+
+
+def _hidden(to: SliceEmitter, masks: list[tuple[str, str]], number: int) -> Arg:
+    """The mask of a slice's queries, None without one."""
+    if not masks:
+        return None
+    inner, value = masks[0]
+    by_keys = to.of.values[value].type.shape[-2] == 1
+    return Ref((_mask_of_keys if by_keys else _mask)(to, inner, value, number))
+
+
+def _rows(node: Node, place: int, start: int, mask: Arg) -> tuple[Arg, ...]:
+    """The last arguments of attention of rows that begin at a position. place: of the mask."""
+    scale, *window = node.args[place + 2 :]
+    rest = (mask, *(window or (0,))) if window or mask is not None else ()
+    return (scale, start, False, *rest)
+
+
 def attend(to: SliceEmitter, number: int) -> None:
     """Attention of a slice's queries to the keys and values up to it."""
     (q, query), (k, key), (v, value), *masks = to.uses()
@@ -59,14 +88,13 @@ def attend(to: SliceEmitter, number: int) -> None:
         Ref(_seen(to, k, key, number)),
         Ref(_seen(to, v, value, number)),
     )
-    mask = tuple(Ref(_mask(to, *m, number)) for m in masks)
-    if mask:
-        _attend(to, to.node.op, (*args, *mask, *to.node.args[4:]), number)
-    elif number == 0:
-        _attend(to, to.node.op, (*args, *to.node.args[3:]), number)
-    else:
+    mask, causal = _hidden(to, masks, number), to.node.args[4]
+    if causal and number:
         size = to.of.sliced(to.statement.makes[0], POSITIONS).type.shape[POSITIONS.dim]
-        _attend(to, "autoshard.sdpa_rows.default", (*args, to.node.args[5], size * number, False), number)
+        rows = _rows(to.node, 3, size * number, mask)
+        _attend(to, "autoshard.sdpa_rows.default", (*args, *rows), number)
+    else:
+        _attend(to, to.node.op, (*args, mask, *to.node.args[4:]), number)
 
 
 def _attend(to: SliceEmitter, op: str, args: tuple[Arg, ...], number: int) -> None:
@@ -99,12 +127,11 @@ def attend_backward(to: SliceEmitter, number: int) -> None:
     for name, (_, value_), what in zip(added, rest, whats, strict=True):
         to.mark(name, to.of.outer(value_, end), what)
     types = (to.of.sliced(first[1], POSITIONS).type, *(w.type for w in whats))
-    op, last = ATTENTION_BACKWARD, to.node.args[6:]
-    if masks:
-        last = (Ref(_mask(to, *masks[0], number)), *to.node.args[7:])
-    elif number:
-        start = types[0].shape[POSITIONS.dim] * number
-        op, last = "autoshard.sdpa_rows_backward.default", (to.node.args[8], start, False)
+    mask = _hidden(to, masks, number)
+    op, last = ATTENTION_BACKWARD, (mask, *to.node.args[7:])
+    if to.node.args[7] and number:
+        op = "autoshard.sdpa_rows_backward.default"
+        last = _rows(to.node, 6, types[0].shape[POSITIONS.dim] * number, mask)
     origin = to.node.origin
     to.emit(Node(op, (*args, *last), (), (own, *added), types, origin, to.statement.backward))
     for name, (inner, value_), what in zip(added, rest, whats, strict=True):

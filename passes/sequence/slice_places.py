@@ -232,7 +232,7 @@ class _Finder:
             raise self._refused(statement, "it mixes positions in an unknown way")
         if mask is None and not causal:
             raise self._refused(statement, "every position looks at all others")
-        if mask is not None and not self._hides(statement.uses[-1]):
+        if mask is not None and not causal and not self._hides(statement.uses[-1]):
             raise self._refused(statement, "its mask may let positions look at others behind their slice")
         inputs: list[Placement] = [POSITIONS] * len(have)
         if mask is not None:

@@ -18,12 +18,13 @@ from autoshard.ir.statements import Statement, Statements
 #: a (column) compared with b (row): ops that are true for a <= b at the most, and for a >= b
 _UP = ("aten.le.Tensor", "aten.lt.Tensor")
 _DOWN = ("aten.ge.Tensor", "aten.gt.Tensor")
-_BOTH = ("aten.bitwise_and.Tensor", "aten.logical_and.default", "aten.mul.Tensor")
+#: true where both values are
+BOTH = ("aten.bitwise_and.Tensor", "aten.logical_and.default", "aten.mul.Tensor")
 #: bring a value into another layout on the mesh
 _MOVED = (SLICE.op, ALL_GATHER.op)
 _SAME = (*_MOVED, "aten.expand.default", "aten.alias.default", "aten.clone.default", "aten.detach.default")
 #: what positions are made with; nothing else is computed here
-_NUMBERS = frozenset(
+NUMBERS = frozenset(
     f"aten.{name}"
     for name in (
         "arange.default",
@@ -41,7 +42,7 @@ _NUMBERS = frozenset(
     )
 )
 #: elements of a row of positions that are looked at
-_MOST = 1 << 24
+MOST = 1 << 24
 
 
 class CausalMasks:
@@ -65,7 +66,7 @@ class CausalMasks:
         if statement is None or not square or type_.dtype != "bool":
             return False
         op, uses = statement.node.op, statement.uses
-        if op in _BOTH:
+        if op in BOTH:
             return any(self.hides_later_slices(v) for v in uses)
         if op in _SAME:
             # broadcasting a row or a column into a square is refused by the test for squares above
@@ -97,9 +98,9 @@ class CausalMasks:
         statement = self.makers.get(value)
         if statement is not None and statement.node.op in _MOVED:
             return self._numbers(statement.uses[0])
-        if statement is None or statement.node.op not in _NUMBERS:
+        if statement is None or statement.node.op not in NUMBERS:
             return None
-        if self.whole.values[value].type.numel > _MOST:
+        if self.whole.values[value].type.numel > MOST:
             return None
         given: list[torch.Tensor] = []
         for source in statement.uses:
@@ -107,10 +108,10 @@ class CausalMasks:
             if numbers is None:
                 return None
             given.append(numbers)
-        return _run(statement.node, iter(given))
+        return evaluated(statement.node, iter(given))
 
 
-def _run(node: Node, given: Iterator[torch.Tensor]) -> torch.Tensor:
+def evaluated(node: Node, given: Iterator[torch.Tensor]) -> torch.Tensor:
     """What an op makes of these values, in order of its uses."""
     namespace, name, overload = node.op.split(".")
     op = getattr(getattr(getattr(torch.ops, namespace), name), overload)

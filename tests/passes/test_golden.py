@@ -54,6 +54,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 SWITCHED: dict[str, dict[str, bool]] = {"beside-messages": {"kernels": True}}
 #: passes that only some clusters and wishes need, shown and tested with those
 ELSEWHERE = {
+    "band_masks": "passes/test_band_masks.py",
     "narrow_gathers": "passes/test_cast_products.py",
     "ring_products": "passes/test_ring_products.py",
     "allreduce_to_reduce_scatter": "passes/test_hierarchy.py",

@@ -20,10 +20,14 @@ CAUSAL = [
     ("llama-long", "cp=4"),
     ("llama-long", "cp=2,tp=2"),
     ("llama-long", "fsdp=2,cp=2"),
+    ("llama-long-padded", "cp=4"),
     ("mixtral-long", "cp=4"),
+    ("gpt2-long", "cp=2,tp=2"),
+    ("mistral-window", "cp=4"),
+    ("gemma3-windows-padded", "cp=2,tp=2"),
 ]
-#: whose masks are tensors, and one for which heads are cheaper to divide
-OTHERS = [("llama-long-padded", "cp=4"), ("bert-long", "cp=2,tp=2"), ("gpt2-long", "cp=2,tp=2")]
+#: not causal, and one for which heads are cheaper to divide
+OTHERS = [("bert-long", "cp=2,tp=2"), ("gpt2-wide", "cp=4")]
 
 
 def ops_of(found: Program) -> list[str]:
