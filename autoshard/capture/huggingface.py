@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture import hf_experts
+from autoshard.capture import hf_attention, hf_experts
 from autoshard.torch_adapters.replaced import replaced
 
 #: what a capture decides itself in a config
@@ -22,11 +22,12 @@ _DECIDED = ("use_cache", "_attn_implementation_internal", "_experts_implementati
 def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple[Any, str]]]:
     """For the time of a capture of ``model(..., **kwargs)``, change what stands in the way.
 
-    No key/value cache; attention kernels that only run on GPUs replaced by torch's; experts as products that
-    need no sort over the tokens (implementations that the user registered stay); no search for packed
-    sequences, and no mask where none is given, where eager mode makes none (without values a model cannot see
-    that, and would build a mask for every pair of tokens). Does nothing if transformers was never imported,
-    or the model is not one of its models. Gives the (config, attribute) pairs that it decides, whatever they
+    No key/value cache; attention kernels that only run on GPUs replaced by torch's, sinks by what does not
+    write scores out (`capture.hf_attention`); experts as products that need no sort over the tokens
+    (implementations that the user registered stay); no search for packed sequences, and no mask where none is
+    given, where eager mode makes none (without values a model cannot see that, and would build a mask for
+    every pair of tokens). Does nothing if transformers was never imported, or the model is not one of its
+    models. Gives the (config, attribute) pairs that it decides, whatever they
     were.
     """
     configs = _configs(model) if "transformers" in sys.modules else []
@@ -36,9 +37,8 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple
             stack.callback(_restore, config.__dict__, dict(config.__dict__))
             if getattr(config, "use_cache", False):
                 config.use_cache = False
-            attention = config.__dict__.get("_attn_implementation_internal")
-            if isinstance(attention, str) and "flash" in attention:
-                config._attn_implementation_internal = "sdpa"
+        if configs and hf_attention.choose(model, configs):
+            stack.enter_context(hf_attention.registered())
         _lift_experts(configs, stack)
         # the search is made on models without a cache, and positions that a model makes itself never pack
         masking = sys.modules.get("transformers.masking_utils")
