@@ -18,7 +18,7 @@ sequence is divided for attention by what causal attention is: the queries of sl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -114,7 +114,7 @@ class Pieces:
             assert isinstance(part.place, Shard)
             dim, outer = part.place.dim, part.place.outer
             shape[dim : dim + 1] = [outer, shape[dim] // outer]
-        return TensorType(tuple(shape), whole.dtype)
+        return replace(whole, shape=tuple(shape))
 
     # -- what a node makes ---------------------------------------------------------------------------
 
@@ -397,7 +397,7 @@ class Pieces:
         return self.terms.patterns.of(Node(node.op, args, kwargs, node.outs, types), ins)
 
     def _part_type(self, type_: TensorType, placed: Placement) -> TensorType:
-        return TensorType(local_shape(type_.shape, (placed,), (self.slices,), (0,)), type_.dtype)
+        return replace(type_, shape=local_shape(type_.shape, (placed,), (self.slices,), (0,)))
 
     def _resolved(self, arg: Arg, number: int) -> Arg:
         """An argument with the size or the offset of a slice in numbers."""

@@ -75,7 +75,7 @@ def equal(program: Program, model: nn.Module, inputs: dict[str, torch.Tensor]) -
         ("dp=2,tp=2", "", {}),
         ("tp=2,ep=2", "left", {}),
         ("fsdp=2,cp=2", "both", {}),
-        ("pp=2", "right", {"microbatches": 2}),
+        ("pp=2", "right", {"microbatches": 2, "schedule": "seq1f1b"}),
     ],
     ids=str,
 )
