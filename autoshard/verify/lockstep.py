@@ -98,6 +98,10 @@ class StepResult:
     outputs: Tensors
     grads: Tensors
 
+    def by_kind(self) -> dict[str, Tensors]:
+        """Kind of checks -> tensors."""
+        return {"output": self.outputs, "gradient": self.grads}
+
 
 class Steppable(Protocol):
     """Something that can be stepped: the model itself, or a program in lockstep."""
@@ -177,7 +181,7 @@ def _verified(
         if tolerance is HALF and not all(c.ok for c in checks):
             say("measuring what rounding alone does")
             checks = beside_rounding(
-                checks, initial, parameters, lambda at: reference(at).step().grads, tolerance
+                checks, initial, parameters, lambda at: reference(at).step().by_kind(), tolerance
             )
         rounds, cast_loss = subject, list[float]()
         if program.products:

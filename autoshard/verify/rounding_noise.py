@@ -1,9 +1,10 @@
-"""How far rounding alone moves the gradients of a model in half precision.
+"""How far rounding alone moves the gradients and outputs of a model in half precision.
 
-Whether a ReLU passes a gradient on is up to the last bit of its input where that is near 0. A program that
-adds up in another order than eager PyTorch then differs from it by more than any fixed limit allows. How far
-the model itself moves when its parameters do by their last bit measures that: its conditioning (Higham,
-"Accuracy and Stability of Numerical Algorithms", section 1.6).
+Whether a ReLU passes a gradient on is up to the last bit of its input where that is near 0, and so is which
+experts a token chooses where two have nearly the same score. A program that adds up in another order than
+eager PyTorch then differs from it by more than any fixed limit allows. How far the model itself moves when
+its parameters do by their last bit measures that: its conditioning (Higham, "Accuracy and Stability of
+Numerical Algorithms", section 1.6).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 
 from autoshard.verify.checks import Check, Tensors, Tolerance, checks_of
 
-#: perturbed copies of the parameters
-_DRAWS = 2
+#: perturbed copies of the parameters, at most
+_DRAWS = 8
 #: by how many times what the model moves a program may differ, which rounds at every op
 ALLOWED = 2.0
-#: no gradient passes that differs by more of its largest element, however the model moves
+#: nothing passes that differs by more of its largest element, however the model moves
 MOST = 0.5
 
 
@@ -28,30 +29,32 @@ def beside_rounding(
     checks: Sequence[Check],
     initial: Tensors,
     parameters: Collection[str],
-    gradients: Callable[[Tensors], Tensors],
+    step: Callable[[Tensors], Mapping[str, Tensors]],
     tolerance: Tolerance,
 ) -> tuple[Check, ...]:
-    """The checks; a gradient that failed passes if the model itself moves by half as much.
+    """The checks; one that failed passes if the model itself moves by half as much.
 
-    initial: parameters and buffers. parameters: names of those that are moved. gradients: of the reference,
-    at some of both.
+    initial: parameters and buffers. parameters: names of those that are moved. step: of the reference, at
+    some of both: kind of checks -> tensors.
     """
-    failed = {c.name for c in checks if c.kind == "gradient" and not c.ok}
-    if not failed:
-        return tuple(checks)
-    wanted = {n: x.clone() for n, x in gradients(initial).items()}
+    failed = [c for c in checks if not c.ok]
+    wanted = {k: {n: x.clone() for n, x in v.items()} for k, v in step(initial).items()} if failed else {}
+    failed = [c for c in failed if c.kind in wanted]
     weights = {n: x for n, x in initial.items() if n in parameters}
-    noise: dict[str, float] = {}
+    noise: dict[tuple[str, str], float] = {}
     for draw in range(_DRAWS):
-        moved = gradients(initial | _perturbed(weights, draw))
-        for c in checks_of("gradient", moved, wanted, tolerance):
-            # a model that overflows says nothing of its rounding
-            noise[c.name] = max(c.error if isfinite(c.error) else 0.0, noise.get(c.name, 0.0))
-    return tuple(_with_noise(c, noise) if c.kind == "gradient" and c.name in failed else c for c in checks)
+        if all(_with_noise(c, noise).ok for c in failed):
+            break
+        for kind, tensors in step(initial | _perturbed(weights, draw)).items():
+            for c in checks_of(kind, tensors, wanted[kind], tolerance):
+                # a model that overflows says nothing of its rounding
+                moved = c.error if isfinite(c.error) else 0.0
+                noise[kind, c.name] = max(moved, noise.get((kind, c.name), 0.0))
+    return tuple(_with_noise(c, noise) if c in failed else c for c in checks)
 
 
-def _with_noise(check: Check, noise: Mapping[str, float]) -> Check:
-    moved = noise.get(check.name, 0.0)
+def _with_noise(check: Check, noise: Mapping[tuple[str, str], float]) -> Check:
+    moved = noise.get((check.kind, check.name), 0.0)
     return replace(check, noise=moved, ok=check.error <= min(ALLOWED * moved, MOST))
 
 

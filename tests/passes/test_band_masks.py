@@ -174,3 +174,13 @@ def test_attention_in_numbers_is_that_with_a_mask(
     wanted = [expected, *sdpa_math_backward(exact[3], *exact[:3], expected, sums, allowed, False, 0.25)]
     for ours, theirs in zip(found, wanted, strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
+
+
+def test_a_batch_as_long_as_the_sequence_is_captured_for_a_microbatch() -> None:
+    """Both have one row of numbers then, and a smaller batch would shorten both."""
+    model, _ = family("mistral-window").make()
+    ids, labels = (torch.randint(3, 96, (16, 16)) for _ in range(2))
+    real = torch.ones(16, 16, dtype=torch.int64)
+    real[2, 9:] = 0
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": real}
+    equal(model.to(torch.bfloat16), batch, "tp=4", tile_rows=3, microbatches=2)

@@ -1,4 +1,4 @@
-"""Gradients in half precision that no fixed limit suits: what rounding explains passes, nothing else."""
+"""Gradients and outputs in half precision that no limit suits: what rounding explains passes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ def _smooth(at: Tensors) -> Tensors:
 def test_only_what_the_model_does_itself_passes(gradients: object, found: float, ok: bool) -> None:
     assert callable(gradients)
     initial = {"w": torch.ones(64, dtype=torch.bfloat16)}
-    checks = checks_of("gradient", {"w": torch.full((64,), found)}, gradients(initial), HALF)
-    assert not checks[0].ok
-    assert not beside_rounding(checks, initial, [], gradients, HALF)[0].ok  # buffers are not rounded
-    assert beside_rounding(checks, initial, ["w"], gradients, HALF)[0].ok == ok
+    for kind in ("gradient", "output"):
+        checks = checks_of(kind, {"w": torch.full((64,), found)}, gradients(initial), HALF)
+        assert not checks[0].ok
+
+        def step(at: Tensors, kind: str = kind) -> dict[str, Tensors]:
+            return {kind: gradients(at)}
+
+        assert not beside_rounding(checks, initial, [], step, HALF)[0].ok  # buffers are not rounded
+        assert beside_rounding(checks, initial, ["w"], step, HALF)[0].ok == ok

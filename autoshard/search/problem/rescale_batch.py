@@ -63,12 +63,12 @@ class _Scaling:
             node = segments[name].nodes[number]
             types = segments[name].types()
             ins = [types[r] for r in refs_of(node)]
-            if rule.tile is not None:
-                rules[name, number] = replace(rule, tile=RULES[TILES](node, ins).tile)
             try:
                 rule.check(ins, node.types)
             except ValueError as error:
                 raise NotRescalable(str(error)) from None
+            if rule.tile is not None:
+                rules[name, number] = replace(rule, tile=RULES[TILES](node, ins).tile)
         flow = self._flow(self.model.flow)
         ports = {p.name: p for group in flow.classes.values() for p in group.ports}
         joint = replace(folded.joint, ports=tuple(ports.get(p.name, p) for p in folded.joint.ports))
