@@ -248,6 +248,27 @@ def test_a_changed_value_that_gives_the_same_graph_is_accepted_once_looked_at() 
         check()
 
 
+class Switches(nn.Module):
+    """Puts another module in place at its first call, as BigBird does for short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.inner = "wide", nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (3, 3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "wide":
+            self.kind, self.inner = "narrow", nn.Sequential(self.inner[0], nn.Tanh())
+        return self.inner(x).sum()
+
+
+def test_modules_that_the_first_call_puts_in_place_are_there_at_the_second() -> None:
+    """The attribute that says so was, and they were not."""
+    model = Switches()
+    joint = capture(model, (torch.randn(3, 4),))
+    assert "aten.tanh.default" in {node.op for node in joint.graph.nodes}
+    assert model.kind == "wide" and isinstance(model.inner[1], nn.Unflatten)
+
+
 class Level(nn.Module):
     """Reads a context variable and an attribute of the model it is in."""
 

@@ -130,12 +130,12 @@ class StateWatch:
 
     @contextmanager
     def after(self, earlier: Changes) -> Iterator[StateWatch]:
-        """The watch of a run that begins with what an earlier one has left changed; hooks stay."""
+        """The watch of a run that begins with what an earlier one left changed; hooks and modules stay."""
         before, changes = self.state, earlier.read
         for change in changes:
             _set(change.read, change.after)
         if changes:
-            for table, held in earlier.hooks:
+            for table, held in earlier.tables:
                 table.update(held)
             self.state = PythonState.of(self.attributes.objects, self.code)
         try:

@@ -39,8 +39,8 @@ class PythonState:
     variables: tuple[tuple[Read, Any], ...]
     containers: tuple[tuple[str, Any, Any], ...]
     context: tuple[tuple[str, ContextVar[Any], Any], ...] = ()
-    #: tables of the modules' hooks, and what they held
-    hooks: tuple[tuple[Any, dict[int, Any]], ...] = ()
+    #: tables of the modules' hooks and children, and what they held
+    tables_of_modules: tuple[tuple[Any, dict[Any, Any]], ...] = ()
     #: generators of random numbers: what puts one back
     generators: tuple[Callable[[], None], ...] = ()
 
@@ -59,13 +59,14 @@ class PythonState:
         values += [r.value for r in code.variables]
         generators = tuple(back for back in map(_putting_back, values) if back is not None)
         modules = [value for value, _ in objects.values() if isinstance(value, nn.Module)]
-        hooks = tuple((table, dict(table)) for m in modules for table in hook_tables(m))
+        held = tuple((t, dict(t)) for m in modules for t in (*hook_tables(m), m.__dict__["_modules"]))
         variables = tuple((r, r.value) for r in code.variables)
-        return cls(tuple(tables), variables, copies, context, hooks, generators)
+        return cls(tuple(tables), variables, copies, context, held, generators)
 
-    def added_hooks(self) -> list[tuple[Any, dict[int, Any]]]:
-        """Tables of hooks that the forward has added to, and what they hold now."""
-        return [(table, dict(table)) for table, before in self.hooks if len(table) != len(before)]
+    def changed_tables(self) -> list[tuple[Any, dict[Any, Any]]]:
+        """Tables to which forward has added hooks, or in which it put other modules, and what they hold."""
+        changed = (t for t, before in self.tables_of_modules if not same_items(t, before))
+        return [(table, dict(table)) for table in changed]
 
     def changes(self) -> Iterator[Change]:
         """Attributes and variables that have another value now."""
@@ -130,8 +131,8 @@ class Changes:
 
     read: tuple[Change, ...] = ()
     left: tuple[Change, ...] = ()
-    #: tables of hooks that it added to, and what they hold
-    hooks: tuple[tuple[Any, dict[int, Any]], ...] = ()
+    #: tables of hooks and children that it changed, and what they hold
+    tables: tuple[tuple[Any, dict[Any, Any]], ...] = ()
 
 
 def check_changes(state: PythonState, was_read: Callable[[Change], bool], depends: Depends) -> Changes:
@@ -162,7 +163,7 @@ def check_changes(state: PythonState, was_read: Callable[[Change], bool], depend
                 why="Python runs once, while the model is captured: a program puts nothing into it",
                 hint="return what is collected from forward, or remove the hook before the capture",
             )
-    return Changes(tuple(read), tuple(left), tuple(state.added_hooks()))
+    return Changes(tuple(read), tuple(left), tuple(state.changed_tables()))
 
 
 class Elsewhere:
