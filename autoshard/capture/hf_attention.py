@@ -54,7 +54,8 @@ def choose(model: nn.Module, configs: Sequence[Any]) -> bool:
 
 def _has_sinks(model: Any) -> bool:
     """Whether its attention is called by name, and given sinks."""
-    called = model._supports_attention_backend and (model._supports_flash_attn or model._supports_flex_attn)
+    kernels = ("_supports_flash_attn", "_supports_flex_attn")
+    called = model._supports_attention_backend and any(getattr(model, k, False) for k in kernels)
     return called and any(
         isinstance(m.__dict__["_parameters"].get("sinks"), nn.Parameter) for m in model.modules()
     )
