@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autoshard.errors import CaptureError
+from autoshard.ops.lift import repeat_heads
 from autoshard.ops.sinks import AttentionWithSinks
 
 #: the name under which transformers finds `attention_forward`
@@ -75,12 +77,16 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """query [b, h, s, d], key and value of as many heads or fewer, s_aux: sinks [h] -> ([b, s, h, e], None).
 
-    Raises NotImplementedError for what changes scores in another way.
+    Raises CaptureError for what changes scores in another way.
     """
     unknown = [n for n in ("softcap", "position_bias") if kwargs.get(n) is not None]
     if unknown:
-        raise NotImplementedError(f"attention with sinks and {' and '.join(unknown)}")
-    key, value = (_repeated(x, query.shape[1]) for x in (key, value))
+        raise CaptureError(
+            f"attention is given sinks and {' and '.join(unknown)}",
+            why="sinks are computed from the log-sum-exp of plain scores",
+            hint="leave one of them out in the model's config",
+        )
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -91,11 +97,6 @@ def attention_forward(
     else:
         out = AttentionWithSinks.apply(query, key, value, attention_mask, causal, scale, s_aux)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[b, fewer heads, s, d] -> [b, heads, s, d]."""
-    return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
 def _written_out(

@@ -27,8 +27,7 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple
     (implementations that the user registered stay); no search for packed sequences, and no mask where none is
     given, where eager mode makes none (without values a model cannot see that, and would build a mask for
     every pair of tokens). Does nothing if transformers was never imported, or the model is not one of its
-    models. Gives the (config, attribute) pairs that it decides, whatever they
-    were.
+    models. Gives the (config, attribute) pairs that it decides, whatever they were.
     """
     configs = _configs(model) if "transformers" in sys.modules else []
     with ExitStack() as stack:

@@ -100,10 +100,10 @@ def _by_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Some rows at a time, with the keys in their reach (`ops.attention_rows`)."""
-    made: tuple[torch.Tensor, torch.Tensor] = torch.ops.autoshard.sdpa_rows(
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.autoshard.sdpa_rows(
         q, k, v, scale, 0, False, mask, window
     )
-    return made
+    return result
 
 
 def _by_rows_backward(
@@ -117,10 +117,10 @@ def _by_rows_backward(
     scale: float,
     window: int,
 ) -> Gradients:
-    made: Gradients = torch.ops.autoshard.sdpa_rows_backward(
+    result: Gradients = torch.ops.autoshard.sdpa_rows_backward(
         grad, q, k, v, out, lse, scale, 0, False, mask, window
     )
-    return made
+    return result
 
 
 def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -27,8 +27,8 @@ _FEWEST, _MOST = 256, 2048
 
 @dataclass(frozen=True)
 class _Tile:
-    """rows: of the queries. keys: that they attend to. causal: whether a row attends to no keys behind its
-    own, the last key being that of the last row. window: as of the op."""
+    """rows: of the queries. keys: that they attend to, up to that of the last row. causal: whether the kernel
+    hides keys behind a row's own. window: as of the op, where a mask hides these and those out of reach."""
 
     rows: slice
     keys: slice
@@ -46,15 +46,9 @@ class _Tile:
         band = (behind <= 0) & (behind > -self.window)
         return band if part is None else band & part
 
-    @property
-    def triangle(self) -> bool:
-        """Whether the kernel is to hide keys behind a row, which no mask does."""
-        return self.causal and not self.window
-
     def empty(self, mask: torch.Tensor) -> torch.Tensor:
         """Rows that attend to nothing, of which kernels give any log-sum-exp."""
-        seen = mask.cumsum(-1) > 0 if self.triangle else mask.any(-1, keepdim=True)
-        return ~(seen.squeeze(-2) if self.triangle else seen.squeeze(-1))
+        return (mask.cumsum(-1) == 0).squeeze(-2) if self.causal else ~mask.any(-1)
 
 
 def _tiles(rows: int, keys: int, start: int, zigzag: bool, window: int) -> Iterator[list[_Tile]]:
@@ -73,7 +67,7 @@ def _tiles(rows: int, keys: int, start: int, zigzag: bool, window: int) -> Itera
         for begin in range(0, size, step):
             end = min(begin + step, size)
             reach = slice(max(0, at + begin - window + 1), at + end)
-            yield [_Tile(slice(first + begin, first + end), reach, True, window)]
+            yield [_Tile(slice(first + begin, first + end), reach, False, window)]
 
 
 def _joined(
@@ -103,7 +97,7 @@ def sdpa_rows(
         for tile in tiles:
             hidden = tile.mask(mask, q.device)
             out, lse = torch.ops.autoshard.sdpa(
-                *(q[:, :, tile.rows], k[:, :, tile.keys], v[:, :, tile.keys]), hidden, tile.triangle, scale
+                *(q[:, :, tile.rows], k[:, :, tile.keys], v[:, :, tile.keys]), hidden, tile.causal, scale
             )
             if hidden is not None and len(tiles) > 1:
                 lse = lse.masked_fill(tile.empty(hidden), float("-inf"))
@@ -140,7 +134,7 @@ def sdpa_rows_backward(
             added = torch.ops.autoshard.sdpa_backward(
                 *(grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys]),
                 *(out[:, :, rows], lse[:, :, rows].contiguous()),
-                *(tile.mask(mask, q.device), tile.triangle, scale),
+                *(tile.mask(mask, q.device), tile.causal, scale),
             )
             grad_q[:, :, rows] += added[0]
             grad_k[:, :, keys] += added[1]

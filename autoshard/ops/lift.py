@@ -119,7 +119,7 @@ class Lifter:
             and not (is_causal and attn_mask is not None)
         )
         if ours and enable_gqa:
-            key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+            key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
             enable_gqa = False
         if ours and (query.shape[:2] != key.shape[:2] or query.shape[:2] != value.shape[:2]):
             query, key, value = _same_batch(query, key, value)
@@ -215,7 +215,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[b, h, s, d] -> [b, heads, s, d], each head repeated in place."""
     b, h, s, d = x.shape
     if h == heads:

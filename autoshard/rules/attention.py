@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from autoshard.ir import Node, TensorType
+from autoshard.ir import Arg, Node, TensorType
 from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
 from autoshard.rules.local import LocalCall
 
@@ -25,11 +25,11 @@ def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, cau
     turned = frozenset(s) if causal and by_keys and q.shape[2] == k.shape[2] else frozenset()
     fixed = {f for x in (t, d, e) for f in x} | (set(s) if causal and not turned else set())
     full: list[Dim] = [b, h, s, t]
-    mask_dims: Dims = ()
+    masks: tuple[Dims, ...] = ()
     if mask is not None:
         lead = 4 - len(mask.shape)
-        mask_dims = tuple(full[lead + i] if n != 1 else () for i, n in enumerate(mask.shape))
-    return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), mask_dims, fixed, turned
+        masks = (tuple(full[lead + i] if n != 1 else () for i, n in enumerate(mask.shape)),)
+    return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), masks, fixed, turned
 
 
 def flops(q: TensorType, k: TensorType, v: TensorType, causal: bool, window: int = 0) -> float:
@@ -50,12 +50,11 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
     """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], optional mask -> (out [b, h, s, e], lse [b, h, s])."""
     causal = bool(node.args[4])
     mask = ins[3] if len(ins) > 3 else None
-    build, q, k, v, out, lse, mask_dims, fixed, turned = _laid(node, ins[:3], mask, causal)
-    inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
+    build, q, k, v, out, lse, masks, fixed, turned = _laid(node, ins[:3], mask, causal)
     flop = flops(ins[0], ins[1], ins[2], causal, _window(node, 6))
     return Factored(
         tuple(build.sizes),
-        inputs,
+        (q, k, v, *masks),
         (out, lse),
         frozenset(fixed),
         kind="matmul",
@@ -66,15 +65,24 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
     )
 
 
+def rows_args(node: Node, scale: int, start: Arg, mask: Arg, *, zigzag: bool = False) -> tuple[Arg, ...]:
+    """The last arguments of attention of rows that begin at ``start``, behind the tensors of the causal one.
+
+    scale: which argument of the node that is. mask: of keys, None without one.
+    """
+    window = _window(node, scale + 1)
+    return (node.args[scale], start, zigzag, *((mask, window) if window or mask is not None else ()))
+
+
 def _rows(call: LocalCall, scale: int) -> Node:
     """Attention of the rows that a rank has; scale: which argument that is. Keys are whole."""
     if not call.in_split(0, 2):
         return call.node
-    given = call.node.args
-    args = (*given[: scale - 2], given[scale], call.in_offset(0, 2), True)
-    window = _window(call.node, scale + 1)
-    if window or given[scale - 2] is not None:
-        args = (*args, given[scale - 2], window)
+    mask = call.node.args[scale - 2]
+    args = (
+        *call.node.args[: scale - 2],
+        *rows_args(call.node, scale, call.in_offset(0, 2), mask, zigzag=True),
+    )
     return replace(call.node, op=call.node.op.replace("sdpa", "sdpa_rows"), args=args)
 
 
@@ -82,13 +90,12 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad, q, k, v, out, lse, optional mask -> gradients of q, k, v."""
     causal = bool(node.args[7])
     mask = ins[6] if len(ins) > 6 else None
-    build, q, k, v, out, lse, mask_dims, fixed, turned = _laid(node, ins[1:4], mask, causal)
-    inputs = (out, q, k, v, out, lse) if mask is None else (out, q, k, v, out, lse, mask_dims)
+    build, q, k, v, out, lse, masks, fixed, turned = _laid(node, ins[1:4], mask, causal)
     flop = 2.5 * flops(ins[1], ins[2], ins[3], causal, _window(node, 9))
     reduce = tuple((f, "sum") for f in q[2])
     return Factored(
         tuple(build.sizes),
-        inputs,
+        (out, q, k, v, out, lse, *masks),
         (q, k, v),
         frozenset(fixed),
         reduce,
@@ -114,24 +121,23 @@ def _rows_flops(node: Node, scale: int, q: TensorType, k: TensorType, v: TensorT
 
 
 def sdpa_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], optional mask of keys -> (out [b, h, s, e], lse
-    [b, h, s])."""
+    """q [b, h, s, d], k [b, h, t, d], v, optional mask of keys -> (out [b, h, s, e], lse [b, h, s])."""
     mask = ins[3] if len(ins) > 3 else None
-    build, q, k, v, out, lse, mask_dims, fixed, _ = _laid(node, ins[:3], mask, True)
-    inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
+    build, q, k, v, out, lse, masks, fixed, _ = _laid(node, ins[:3], mask, True)
     sizes, whole = tuple(build.sizes), frozenset((*fixed, *q[2]))
     flop = _rows_flops(node, 3, *ins[:3])
-    return Factored(sizes, inputs, (out, lse), whole, kind="matmul", flops=flop, kernel="attention")
+    return Factored(
+        sizes, (q, k, v, *masks), (out, lse), whole, kind="matmul", flops=flop, kernel="attention"
+    )
 
 
 def sdpa_rows_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad, q, k, v, out, lse, optional mask of keys -> gradients of q, k, v."""
     mask = ins[6] if len(ins) > 6 else None
-    build, q, k, v, out, lse, mask_dims, fixed, _ = _laid(node, ins[1:4], mask, True)
-    inputs = (out, q, k, v, out, lse)
+    build, q, k, v, out, lse, masks, fixed, _ = _laid(node, ins[1:4], mask, True)
     return Factored(
         tuple(build.sizes),
-        inputs if mask is None else (*inputs, mask_dims),
+        (out, q, k, v, out, lse, *masks),
         (q, k, v),
         frozenset((*fixed, *q[2])),
         (),

@@ -27,6 +27,7 @@ from autoshard.ir.placement import P, Partial, Placement, R, Shard, local_extent
 from autoshard.ir.statements import statements_of
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS
 from autoshard.passes.simplify.causal_masks import CausalMasks
+from autoshard.rules.attention import rows_args
 from autoshard.rules.local import LocalCall, MeshShape
 from autoshard.verify.operators import OpChecker
 from autoshard.verify.states import readings
@@ -320,9 +321,7 @@ class Pieces:
             assert node.types[0] is not None
             op = _ROWS_BACKWARD if back else _ROWS
             start = node.types[0].shape[POSITIONS.dim] // self.slices * number
-            scale, *window = node.args[count + 2 :]
-            band = (mask, *(window or (0,))) if window or mask is not None else ()
-            args = (*node.args[:count], scale, start, False, *band)
+            args = (*node.args[:count], *rows_args(node, count + 2, start, mask))
         if not back:
             outs = tuple(Derived("piece", o, POSITIONS, number) for o in made.outs)
         else:

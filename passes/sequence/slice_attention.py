@@ -8,6 +8,7 @@ from autoshard.ir import Arg, Node, Ref, TensorType
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Shard
 from autoshard.passes.sequence.slice_places import ATTENTION_BACKWARD, POSITIONS
+from autoshard.rules.attention import rows_args
 
 if TYPE_CHECKING:
     from autoshard.passes.sequence.slice_emit import SliceEmitter
@@ -53,10 +54,12 @@ def _mask(to: SliceEmitter, inner: str, value: str, number: int) -> str:
 
 def _mask_of_keys(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     """The part of a mask [..., 1, s] for the keys up to a slice."""
+    if number == to.of.slices - 1:
+        return to.whole(inner, value)
     end = f"_to{number}"
     name, whole = to.inner(inner, end), to.of.values[value]
-    if name in to.group.made or number == to.of.slices - 1:
-        return name if name in to.group.made else to.whole(inner, value)
+    if name in to.group.made:
+        return name
     *rest, length = whole.type.shape
     seen = length // to.of.slices * (number + 1)
     made = PlacedValue(TensorType((*rest, seen), whole.type.dtype), whole.layout)
@@ -73,13 +76,6 @@ def _hidden(to: SliceEmitter, masks: list[tuple[str, str]], number: int) -> Arg:
     return Ref((_mask_of_keys if by_keys else _mask)(to, inner, value, number))
 
 
-def _rows(node: Node, place: int, start: int, mask: Arg) -> tuple[Arg, ...]:
-    """The last arguments of attention of rows that begin at a position. place: of the mask."""
-    scale, *window = node.args[place + 2 :]
-    rest = (mask, *(window or (0,))) if window or mask is not None else ()
-    return (scale, start, False, *rest)
-
-
 def attend(to: SliceEmitter, number: int) -> None:
     """Attention of a slice's queries to the keys and values up to it."""
     (q, query), (k, key), (v, value), *masks = to.uses()
@@ -91,7 +87,7 @@ def attend(to: SliceEmitter, number: int) -> None:
     mask, causal = _hidden(to, masks, number), to.node.args[4]
     if causal and number:
         size = to.of.sliced(to.statement.makes[0], POSITIONS).type.shape[POSITIONS.dim]
-        rows = _rows(to.node, 3, size * number, mask)
+        rows = rows_args(to.node, 5, size * number, mask)
         _attend(to, "autoshard.sdpa_rows.default", (*args, *rows), number)
     else:
         _attend(to, to.node.op, (*args, mask, *to.node.args[4:]), number)
@@ -131,7 +127,7 @@ def attend_backward(to: SliceEmitter, number: int) -> None:
     op, last = ATTENTION_BACKWARD, (mask, *to.node.args[7:])
     if to.node.args[7] and number:
         op = "autoshard.sdpa_rows_backward.default"
-        last = _rows(to.node, 6, types[0].shape[POSITIONS.dim] * number, mask)
+        last = rows_args(to.node, 8, types[0].shape[POSITIONS.dim] * number, mask)
     origin = to.node.origin
     to.emit(Node(op, (*args, *last), (), (own, *added), types, origin, to.statement.backward))
     for name, (inner, value_), what in zip(added, rest, whats, strict=True):
