@@ -45,6 +45,30 @@ def _tokens(
     return make
 
 
+def _packed(
+    vocab: int, batch: int = BATCH, seq: int = SEQ, longest: int = 200
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """Documents one after another, told apart by positions that begin anew."""
+
+    def make() -> dict[str, torch.Tensor]:
+        found = _tokens(vocab, batch=batch, seq=seq)()
+        begins = torch.rand(batch, seq) < 3 / longest
+        begins[:, 0] = True
+        begins[0, 1:3] = True  # documents of one token
+        places = torch.arange(seq).expand(batch, seq)
+        found["position_ids"] = places - torch.where(begins, places, 0).cummax(-1).values
+        return found
+
+    return make
+
+
+def _uncached(build: Callable[[], nn.Module]) -> nn.Module:
+    """transformers looks for documents only where no cache is kept."""
+    model = build()
+    model.config.use_cache = False
+    return model
+
+
 def _images(classes: int, size: int) -> Callable[[], dict[str, torch.Tensor]]:
     return lambda: {
         "pixel_values": torch.randn(BATCH, 3, size, size),
@@ -134,6 +158,15 @@ def _gemma3() -> nn.Module:
     )
 
 
+def _modernbert() -> nn.Module:
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    ids = {f"{n}_token_id": k for k, n in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    windows = {"local_attention": 100, "global_attn_every_n_layers": 2}
+    return ModernBertForMaskedLM(ModernBertConfig(vocab_size=96, **sizes, **windows, **ids))
+
+
 def _bert(positions: int = 32) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -216,6 +249,10 @@ LONG: tuple[Family, ...] = (
     Family("mistral-window-padded", _mistral, _tokens(96, mask=True, batch=4, seq=512)),
     Family("gemma3-windows", _gemma3, _tokens(96, batch=2, seq=512)),
     Family("gemma3-windows-padded", _gemma3, _tokens(96, mask=True, batch=4, seq=512)),
+    Family("llama-packed", lambda: _uncached(_llama), _packed(96, batch=4, seq=512)),
+    Family("mistral-window-packed", lambda: _uncached(_mistral), _packed(96, batch=4, seq=512, longest=400)),
+    Family("gemma3-windows-packed", lambda: _uncached(_gemma3), _packed(96, batch=4, seq=512, longest=400)),
+    Family("modernbert-padded", _modernbert, _tokens(96, mask=True, batch=4, seq=512)),
     Family("mixtral-long", _mixtral, _tokens(96, batch=2, seq=512)),
     Family("bert-long", lambda: _bert(512), _tokens(101, batch=2, seq=512)),
     Family("gpt2-long", lambda: _gpt2(positions=512), _tokens(97, batch=2, seq=512)),

@@ -1,7 +1,8 @@
 """Attention as one op: softmax(q k^T * scale + mask) v with its log-sum-exp, and its gradient.
 
-With ``causal``, a mask (True: attend) may be one of keys alone, [.., 1, t], and with a ``window`` a query
-attends to so many keys up to its own position; 0: to all of them.
+A mask (True: attend) may be one of keys alone, [.., 1, t]. If that is of whole numbers, they number the
+documents that lie in one sequence (s = t), and a query attends to the keys of its own. With a ``window`` w a
+query attends to w keys up to its own position, and without ``causal`` to the w - 1 behind it; 0: to all.
 
 All tensors are [batch, heads, positions, channels]. The output lies in memory as [batch, positions,
 heads, channels], as torch's own kernels leave it, so that joining the heads again is free.
@@ -96,12 +97,25 @@ def sdpa_math_backward(
     return in_bshd(grad_q.to(q.dtype)), in_bshd(grad_k.to(k.dtype)), in_bshd(grad_v.to(v.dtype))
 
 
+def documents_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The document of each position [b or 1, t], if the mask of keys says that."""
+    if mask is None or mask.dtype == torch.bool or mask.is_floating_point():
+        return None
+    return mask.reshape(-1, mask.shape[-1])
+
+
 def _by_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, window: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Some rows at a time, with the keys in their reach (`ops.attention_rows`)."""
     result: tuple[torch.Tensor, torch.Tensor] = torch.ops.autoshard.sdpa_rows(
-        q, k, v, scale, 0, False, mask, window
+        q, k, v, scale, 0, False, mask, window, causal
     )
     return result
 
@@ -114,11 +128,12 @@ def _by_rows_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None,
+    causal: bool,
     scale: float,
     window: int,
 ) -> Gradients:
     result: Gradients = torch.ops.autoshard.sdpa_rows_backward(
-        grad, q, k, v, out, lse, scale, 0, False, mask, window
+        grad, q, k, v, out, lse, scale, 0, False, mask, window, causal
     )
     return result
 
@@ -141,8 +156,8 @@ def _sdpa_cpu(
     scale: float,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if window:
-        return _by_rows(q, k, v, mask, scale, window)
+    if window or documents_of(mask) is not None:
+        return _by_rows(q, k, v, mask, causal, scale, window)
     if not _cpu_kernel_fits(q, k, v, mask):
         return sdpa_math(q, k, v, mask, causal, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -163,8 +178,8 @@ def _sdpa_backward_cpu(
     scale: float,
     window: int = 0,
 ) -> Gradients:
-    if window:
-        return _by_rows_backward(grad, q, k, v, out, lse, mask, scale, window)
+    if window or documents_of(mask) is not None:
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window)
     if not _cpu_kernel_fits(q, k, v, mask):
         return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -213,9 +228,9 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _reach(window: int) -> dict[str, int]:
+def _reach(window: int, causal: bool) -> dict[str, int]:
     """Keys before and behind its own that a query of FlashAttention attends to."""
-    return {"window_size_left": window - 1, "window_size_right": 0}
+    return {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
 
 
 def _sdpa_cuda(
@@ -231,11 +246,14 @@ def _sdpa_cuda(
     if window and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (q, k, v))
         found = torch.ops.aten._flash_attention_forward(
-            *by_position, None, None, q.shape[2], k.shape[2], 0.0, True, False, scale=scale, **_reach(window)
+            *by_position,
+            *(None, None, q.shape[2], k.shape[2], 0.0, causal, False),
+            scale=scale,
+            **_reach(window, causal),
         )
         return in_bshd(found[0].transpose(1, 2)), found[1][..., : q.shape[2]].contiguous()
-    if window:
-        return _by_rows(q, k, v, mask, scale, window)
+    if window or documents_of(mask) is not None:
+        return _by_rows(q, k, v, mask, causal, scale, window)
     if _flash_fits(q, k, v, mask, causal):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return in_bshd(found[0]), found[1][..., : q.shape[2]].contiguous()
@@ -265,11 +283,11 @@ def _sdpa_backward_cuda(
         by_position = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         sizes, none = (q.shape[2], k.shape[2]), (None, None)
         found = torch.ops.aten._flash_attention_backward(
-            *by_position, lse, *none, *sizes, 0.0, True, state, state, scale=scale, **_reach(window)
+            *by_position, lse, *none, *sizes, 0.0, causal, state, state, scale=scale, **_reach(window, causal)
         )
         grads = tuple(x.transpose(1, 2) for x in found)
-    elif window:
-        return _by_rows_backward(grad, q, k, v, out, lse, mask, scale, window)
+    elif window or documents_of(mask) is not None:
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window)
     elif _flash_fits(q, k, v, mask, causal):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,

@@ -117,6 +117,7 @@ class Lifter:
             and query.dtype == key.dtype == value.dtype
             and query.is_floating_point()
             and not (is_causal and attn_mask is not None)
+            and (attn_mask is None or attn_mask.dtype == torch.bool or attn_mask.is_floating_point())
         )
         if ours and enable_gqa:
             key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])

@@ -1,12 +1,13 @@
 """Attention as one op: split by batch, heads and query rows; causal attention by rows in a zigzag.
 
-A rank with rows of a causal sequence runs ``sdpa_rows``, which is told where they begin.
+A rank with rows of a sequence runs ``sdpa_rows``, which is told where they begin, if that says which keys
+they attend to: where it is causal, has a window or documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -15,30 +16,68 @@ from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
 from autoshard.rules.local import LocalCall
 
 
-def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, causal: bool):  # type: ignore[no-untyped-def]
-    """Dims of query, key, value, out, log-sum-exp and mask, with the builder and the fixed factors."""
+def numbers_documents(mask: TensorType) -> bool:
+    """Whether a mask of keys is of whole numbers, those of the documents in a sequence."""
+    return mask.dtype[0] in "iu"
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """Dims of the tensors of an attention. fixed: factors that stay whole; zigzag and contiguous as those of
+    `Factored`; rows: whether a part of the queries must be told where it begins."""
+
+    sizes: tuple[int, ...]
+    query: Dims
+    key: Dims
+    value: Dims
+    out: Dims
+    lse: Dims
+    masks: tuple[Dims, ...]
+    fixed: frozenset[int]
+    zigzag: frozenset[int] = frozenset()
+    contiguous: frozenset[int] = frozenset()
+
+    @property
+    def rows(self) -> bool:
+        return bool(self.zigzag or self.contiguous)
+
+
+def _laid(shapes: Sequence[TensorType], mask: TensorType | None, causal: bool, window: int = 0) -> _Laid:
     q, k, v = shapes
     build = Builder()
     b, h, s = build.new(q.shape[0]), build.new(q.shape[1]), build.new(q.shape[2])
     t, d, e = build.new(k.shape[2]), build.new(q.shape[3]), build.new(v.shape[3])
     by_keys = mask is None or mask.shape[-2:-1] in ((), (1,))
-    turned = frozenset(s) if causal and by_keys and q.shape[2] == k.shape[2] else frozenset()
-    fixed = {f for x in (t, d, e) for f in x} | (set(s) if causal and not turned else set())
+    documents = mask is not None and numbers_documents(mask)
+    divided = by_keys and q.shape[2] == k.shape[2]
+    rows = frozenset(s) if causal or window or documents else frozenset()
+    fixed = frozenset(f for x in (t, d, e) for f in x) | (frozenset() if divided else rows)
+    zigzag, contiguous = (rows - fixed, frozenset[int]()) if causal else (frozenset[int](), rows - fixed)
     full: list[Dim] = [b, h, s, t]
     masks: tuple[Dims, ...] = ()
     if mask is not None:
         lead = 4 - len(mask.shape)
         masks = (tuple(full[lead + i] if n != 1 else () for i, n in enumerate(mask.shape)),)
-    return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), masks, fixed, turned
+    dims = (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s)
+    return _Laid(tuple(build.sizes), *dims, masks, fixed, zigzag, contiguous)
+
+
+def _pairs(rows: int, keys: int, causal: bool, window: int) -> float:
+    """Of a row and a key that it attends to: all, half of them, or those in the window."""
+    pairs = rows * keys / 2 if causal else float(rows * keys)
+    if not window:
+        return pairs
+    sides = 1 if causal else 2
+    return min(pairs, rows * window + (sides - 1) * rows * (window - 1) - sides * window * (window - 1) / 2)
 
 
 def flops(q: TensorType, k: TensorType, v: TensorType, causal: bool, window: int = 0) -> float:
-    """FLOP of the forward: two products over all pairs, over half of them, or over those in a window."""
+    """FLOP of the forward: two products over the pairs of a row and a key that it attends to.
+
+    Documents, which are known in each step alone, count as one.
+    """
     b, h, s, d = q.shape
-    pairs = s * k.shape[2] / 2 if causal else float(s * k.shape[2])
-    if window:
-        pairs = min(pairs, s * window - window * (window - 1) / 2)
-    return 2.0 * b * h * pairs * (d + v.shape[3])
+    return 2.0 * b * h * _pairs(s, k.shape[2], causal, window) * (d + v.shape[3])
 
 
 def _window(node: Node, place: int) -> int:
@@ -48,98 +87,100 @@ def _window(node: Node, place: int) -> int:
 
 def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
     """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], optional mask -> (out [b, h, s, e], lse [b, h, s])."""
-    causal = bool(node.args[4])
-    mask = ins[3] if len(ins) > 3 else None
-    build, q, k, v, out, lse, masks, fixed, turned = _laid(node, ins[:3], mask, causal)
-    flop = flops(ins[0], ins[1], ins[2], causal, _window(node, 6))
+    causal, window = bool(node.args[4]), _window(node, 6)
+    laid = _laid(ins[:3], ins[3] if len(ins) > 3 else None, causal, window)
     return Factored(
-        tuple(build.sizes),
-        (q, k, v, *masks),
-        (out, lse),
-        frozenset(fixed),
+        laid.sizes,
+        (laid.query, laid.key, laid.value, *laid.masks),
+        (laid.out, laid.lse),
+        laid.fixed,
+        contiguous=laid.contiguous,
         kind="matmul",
-        flops=flop,
-        local=partial(_rows, scale=5) if turned else None,
-        zigzag=turned,
+        flops=flops(ins[0], ins[1], ins[2], causal, window),
+        local=partial(_rows, scale=5) if laid.rows else None,
+        zigzag=laid.zigzag,
         kernel="attention",
     )
 
 
 def rows_args(node: Node, scale: int, start: Arg, mask: Arg, *, zigzag: bool = False) -> tuple[Arg, ...]:
-    """The last arguments of attention of rows that begin at ``start``, behind the tensors of the causal one.
+    """The last arguments of attention of rows that begin at ``start``, behind the tensors.
 
     scale: which argument of the node that is. mask: of keys, None without one.
     """
-    window = _window(node, scale + 1)
-    return (node.args[scale], start, zigzag, *((mask, window) if window or mask is not None else ()))
+    window, causal = _window(node, scale + 1), bool(node.args[scale - 1])
+    rest: tuple[Arg, ...] = () if causal and not window and mask is None else (mask, window)
+    return (node.args[scale], start, zigzag, *rest, *(() if causal else (False,)))
 
 
 def _rows(call: LocalCall, scale: int) -> Node:
     """Attention of the rows that a rank has; scale: which argument that is. Keys are whole."""
     if not call.in_split(0, 2):
         return call.node
-    mask = call.node.args[scale - 2]
+    mask, causal = call.node.args[scale - 2], bool(call.node.args[scale - 1])
     args = (
         *call.node.args[: scale - 2],
-        *rows_args(call.node, scale, call.in_offset(0, 2), mask, zigzag=True),
+        *rows_args(call.node, scale, call.in_offset(0, 2), mask, zigzag=causal),
     )
     return replace(call.node, op=call.node.op.replace("sdpa", "sdpa_rows"), args=args)
 
 
 def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad, q, k, v, out, lse, optional mask -> gradients of q, k, v."""
-    causal = bool(node.args[7])
-    mask = ins[6] if len(ins) > 6 else None
-    build, q, k, v, out, lse, masks, fixed, turned = _laid(node, ins[1:4], mask, causal)
-    flop = 2.5 * flops(ins[1], ins[2], ins[3], causal, _window(node, 9))
-    reduce = tuple((f, "sum") for f in q[2])
+    causal, window = bool(node.args[7]), _window(node, 9)
+    laid = _laid(ins[1:4], ins[6] if len(ins) > 6 else None, causal, window)
     return Factored(
-        tuple(build.sizes),
-        (out, q, k, v, out, lse, *masks),
-        (q, k, v),
-        frozenset(fixed),
-        reduce,
+        laid.sizes,
+        (laid.out, laid.query, laid.key, laid.value, laid.out, laid.lse, *laid.masks),
+        (laid.query, laid.key, laid.value),
+        laid.fixed,
+        tuple((f, "sum") for f in laid.query[2]),
         ((0,),),
         "matmul",
-        flop,
-        local=partial(_rows, scale=8) if turned else None,
-        zigzag=turned,
+        2.5 * flops(ins[1], ins[2], ins[3], causal, window),
+        contiguous=laid.contiguous,
+        local=partial(_rows, scale=8) if laid.rows else None,
+        zigzag=laid.zigzag,
         kernel="attention_backward",
     )
 
 
 def _rows_flops(node: Node, scale: int, q: TensorType, k: TensorType, v: TensorType) -> float:
-    """Of t keys each of s rows looks at half of its block and all before; in a zigzag, at half of them.
+    """Of t keys each of s rows attends to half of its block and all before; in a zigzag, to half of them.
 
     scale: which argument that is."""
     start, zigzag = node.args[scale + 1 : scale + 3]
-    seen = 0.5 if zigzag else (start + q.shape[2] / 2) / max(1, k.shape[2])
-    window = _window(node, scale + 4)
+    causal = bool(node.args[scale + 5]) if len(node.args) > scale + 5 else True
+    window, seen = _window(node, scale + 4), 1.0
+    if causal:
+        seen = 0.5 if zigzag else (start + q.shape[2] / 2) / max(1, k.shape[2])
     if window:
-        seen = min(seen, window / max(1, k.shape[2]))
+        seen = min(seen, (window if causal else 2 * window - 1) / max(1, k.shape[2]))
     return flops(q, k, v, False) * seen
 
 
 def sdpa_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
     """q [b, h, s, d], k [b, h, t, d], v, optional mask of keys -> (out [b, h, s, e], lse [b, h, s])."""
-    mask = ins[3] if len(ins) > 3 else None
-    build, q, k, v, out, lse, masks, fixed, _ = _laid(node, ins[:3], mask, True)
-    sizes, whole = tuple(build.sizes), frozenset((*fixed, *q[2]))
-    flop = _rows_flops(node, 3, *ins[:3])
+    laid = _laid(ins[:3], ins[3] if len(ins) > 3 else None, True)
     return Factored(
-        sizes, (q, k, v, *masks), (out, lse), whole, kind="matmul", flops=flop, kernel="attention"
+        laid.sizes,
+        (laid.query, laid.key, laid.value, *laid.masks),
+        (laid.out, laid.lse),
+        laid.fixed | {*laid.query[2]},
+        kind="matmul",
+        flops=_rows_flops(node, 3, *ins[:3]),
+        kernel="attention",
     )
 
 
 def sdpa_rows_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad, q, k, v, out, lse, optional mask of keys -> gradients of q, k, v."""
-    mask = ins[6] if len(ins) > 6 else None
-    build, q, k, v, out, lse, masks, fixed, _ = _laid(node, ins[1:4], mask, True)
+    laid = _laid(ins[1:4], ins[6] if len(ins) > 6 else None, True)
     return Factored(
-        tuple(build.sizes),
-        (out, q, k, v, out, lse, *masks),
-        (q, k, v),
-        frozenset((*fixed, *q[2])),
+        laid.sizes,
+        (laid.out, laid.query, laid.key, laid.value, laid.out, laid.lse, *laid.masks),
+        (laid.query, laid.key, laid.value),
+        laid.fixed | {*laid.query[2]},
         (),
         ((0,),),
         "matmul",

@@ -17,10 +17,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import UsageError
-from autoshard.ir import Node
+from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.collectives import COLLECTIVES, is_collective
 from autoshard.ir.row_tiles import TILES, tiles_of
 from autoshard.program.program import Program
+from autoshard.rules.attention import numbers_documents
 from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.resolve import torch_op
@@ -63,6 +64,8 @@ def _unrecordable(program: Program) -> str:
         return "values travel to host memory, which is not recorded"
     lowered = program.lowered
     bodies = [lowered.main, *(segment.graph.nodes for segment in lowered.segments.values())]
+    if any(_by_documents(segment.graph) for segment in lowered.segments.values()):
+        return "attention by documents waits for the device in the middle of a step"
     for node in _nodes(item for body in bodies for item in body if isinstance(item, Node)):
         if is_collective(node):
             fixed = COLLECTIVES[node.op].agreed
@@ -71,6 +74,13 @@ def _unrecordable(program: Program) -> str:
         if not fixed:
             return f"{node.op} waits for the device in the middle of a step"
     return ""
+
+
+def _by_documents(graph: Graph) -> bool:
+    """Whether the values of a mask decide which calls an attention makes."""
+    types = graph.types()
+    attention = (n for n in graph.nodes if n.op.startswith("autoshard.sdpa"))
+    return any(numbers_documents(types[ref]) for node in attention for ref in refs_of(node))
 
 
 def _nodes(nodes: Iterable[Node]) -> Iterator[Node]:

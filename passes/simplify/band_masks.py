@@ -1,8 +1,9 @@
-"""Masks that a few numbers describe are arguments of the attention, and no tensors of queries by keys.
+"""MaskReader that a few numbers describe are arguments of the attention, and no tensors of queries by keys.
 
-A mask that is an *and* of comparisons of positions (causal, with a window or without) and of one that hides
-keys alone (padding) becomes ``causal``, ``window`` and a mask [.., 1, t] of keys (`ops.attention`). Layers
-that take turns with several masks become segments of their own, as their attention differs then.
+A mask that says where in the sequence keys may lie (causal, a window), which keys are hidden (padding) or
+which documents are packed into one sequence becomes ``causal``, ``window`` and a mask [.., 1, t] of keys
+(`ops.attention`). Layers that take turns with several masks become segments of their own, as their attention
+differs then.
 """
 
 from __future__ import annotations
@@ -11,53 +12,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch
-
 from autoshard.ir import Arg, Folded, Graph, Node, Ref, TensorType, refs_of
 from autoshard.passes.segment_parts import fresh, without_dead
-from autoshard.passes.simplify.causal_masks import BOTH, MOST, NUMBERS, evaluated
+from autoshard.passes.simplify.mask_bands import MaskReader, Place
 
 ATTENTION = {"autoshard.sdpa.default": 3, "autoshard.sdpa_backward.default": 6}
-_SAME = ("aten.expand.default", "aten.alias.default", "aten.clone.default", "aten.detach.default")
-_VIEWS = ("aten.unsqueeze.default", "aten.view.default", "aten.reshape.default")
-#: comparison -> (key minus query at least, at most) where keys come first, for equal numbers of both
-_COMPARED = {
-    "aten.le.Tensor": (None, 0),
-    "aten.lt.Tensor": (None, -1),
-    "aten.ge.Tensor": (0, None),
-    "aten.gt.Tensor": (1, None),
-}
-#: (number of a call, -1 for what the model is given; value of its segment, or of main)
-_Place: TypeAlias = tuple[int, str]
-
-
-@dataclass(frozen=True)
-class _Band:
-    """Which keys a query attends to. lower, upper: of the position of the key minus that of the query, None:
-    any. keys: where masks of keys alone are made."""
-
-    lower: int | None = None
-    upper: int | None = None
-    keys: frozenset[_Place] = frozenset()
-
-    def __and__(self, other: _Band) -> _Band:
-        lower = [n for n in (self.lower, other.lower) if n is not None]
-        upper = [n for n in (self.upper, other.upper) if n is not None]
-        return _Band(max(lower, default=None), min(upper, default=None), self.keys | other.keys)
+_RESHAPE = "aten.reshape.default"
 
 
 @dataclass(frozen=True)
 class _Attended:
     """What the attention is told instead of its mask. window: 0 for none. keys: where the mask of keys is
-    made, None without one."""
+    made, or the numbers of documents [b, s]; None without one."""
 
+    causal: bool
     window: int
-    keys: _Place | None
+    keys: Place | None = None
+    documents: bool = False
 
 
 def band_masks(folded: Folded) -> Folded:
     """The model whose attention is told which keys it attends to where that can be said."""
-    masks = _Masks(folded)
+    masks = _Told(folded)
     wanted = [masks.attended(number) for number in range(len(folded.calls))]
     for segment in folded.segments:
         # an attention that one call knows nothing of keeps its mask in all of them
@@ -69,18 +45,12 @@ def band_masks(folded: Folded) -> Folded:
     return _Writer(folded, masks, wanted).run() if any(wanted) else folded
 
 
-class _Masks:
-    """What is known of the masks of a model."""
+class _Told(MaskReader):
+    """What the attention of a model can be told."""
 
     def __init__(self, folded: Folded) -> None:
-        self.folded = folded
-        self.makers = {s: {o: n for n in g.nodes for o in n.outs} for s, g in folded.segments.items()}
-        self.types = {s: g.types() for s, g in folded.segments.items()}
-        self.ports = {p.name: p.type for p in folded.joint.ports}
-        self.made = {o: (k, c.segment, p) for k, c in enumerate(folded.calls) for p, o in enumerate(c.outs)}
-        self.given = {s: {n: k for k, (n, _) in enumerate(g.inputs)} for s, g in folded.segments.items()}
-        self.counts = folded.counts()
-        self._known: dict[_Place, _Band | None] = {}
+        super().__init__(folded)
+        self._counts = folded.counts()
 
     def attended(self, number: int) -> dict[str, _Attended]:
         """Attention (the name of its node) of a call -> what may take the place of its mask."""
@@ -90,134 +60,65 @@ class _Masks:
             place = ATTENTION.get(node.op)
             mask = None if place is None else node.args[place]
             if place is not None and isinstance(mask, Ref) and not node.args[place + 1]:
-                how = self._told(number, mask.name)
+                how = self._told(number, self.place(number, mask.name))
                 if how is not None:
                     found[node.name] = how
         return found
 
-    def _told(self, number: int, mask: str) -> _Attended | None:
-        place = self._place(number, mask)
-        shape, band = self.type_of(place).shape, self.band(place)
-        if band is None or band.upper != 0 or len(band.keys) > 1 or shape[-1] != shape[-2]:
+    def _told(self, number: int, mask: Place) -> _Attended | None:
+        shape, band = self.type_of(mask).shape, self.band(mask)
+        if band is None or len(band.keys) + len(band.documents) > 1 or (band.keys and band.lowest):
             return None
-        window = shape[-1] if band.lower is None else 1 - band.lower
-        keys = next(iter(band.keys), None)
-        if window < 1 or (keys is not None and not self._handed(number, keys, shape[-1])):
+        lower, upper = band.by_place.lower, band.by_place.upper
+        causal = upper == 0
+        both_sides = upper is not None and lower == -upper
+        if not (causal or both_sides or lower is upper is None) or (lower is not None and lower > 0):
             return None
-        return _Attended(window if window < shape[-1] else 0, keys)
+        window = 0 if lower is None else 1 - lower
+        if shape[-1] != shape[-2] and (causal or window or band.documents):
+            return None
+        told = _Attended(causal, window if window < shape[-1] else 0)
+        for keys in band.keys:
+            return replace(told, keys=keys) if self._handed(number, keys, shape[-1]) else None
+        for numbers in band.documents:
+            fits = self._numbered(number, numbers, shape)
+            return replace(told, keys=numbers, documents=True) if fits else None
+        return told
 
-    def _handed(self, number: int, keys: _Place, length: int) -> bool:
+    def _alone(self, number: int, place: Place) -> bool:
+        """Whether a value can be handed to a call from where it is made."""
+        at = place[0]
+        return at in (-1, number) or self._counts[self.folded.calls[at].segment] == 1
+
+    def _handed(self, number: int, keys: Place, length: int) -> bool:
         """Whether attention can be given a mask of keys."""
         shape = self.type_of(keys).shape
-        at = keys[0]
-        alone = at in (-1, number) or self.counts[self.folded.calls[at].segment] == 1
-        return alone and len(shape) in (2, 4) and shape[-1] == length
+        return self._alone(number, keys) and len(shape) in (2, 4) and shape[-1] == length
 
-    def _place(self, number: int, value: str) -> _Place:
-        """Where a value of a call is made."""
-        while True:
-            call = self.folded.calls[number]
-            position = self.given[call.segment].get(value)
-            if position is None:
-                return number, value
-            main = call.args[position]
-            if main not in self.made:
-                return -1, main
-            number, segment, place = self.made[main]
-            value = self.folded.segments[segment].outputs[place]
+    def _numbered(self, number: int, documents: Place, mask: tuple[int, ...]) -> bool:
+        """Whether attention can be given the numbers of documents: they are the same for all heads."""
+        batch = self.type_of(documents).shape[0]
+        return self._alone(number, documents) and (batch == 1 or mask[:-2] == (batch, 1))
 
-    def type_of(self, place: _Place) -> TensorType:
-        number, value = place
-        return self.ports[value] if number < 0 else self.types[self.folded.calls[number].segment][value]
 
-    def _node(self, place: _Place) -> Node | None:
-        number, value = place
-        return None if number < 0 else self.makers[self.folded.calls[number].segment][value]
-
-    def _uses(self, place: _Place, node: Node) -> list[_Place]:
-        return [self._place(place[0], ref) for ref in refs_of(node)]
-
-    def band(self, place: _Place) -> _Band | None:
-        """Which keys a mask lets queries attend to; None if that is not known."""
-        if place not in self._known:
-            self._known[place] = self._find(place)
-        return self._known[place]
-
-    def _find(self, place: _Place) -> _Band | None:
-        type_, node = self.type_of(place), self._node(place)
-        if type_.dtype != "bool":
-            return None
-        if node is not None and node.op == "aten.full.default" and node.args[1] in (True, 1):
-            return _Band()
-        if len(type_.shape) > 1 and type_.shape[-2] == 1:
-            return _Band(keys=frozenset((place,)))
-        if node is None:
-            return None
-        uses = self._uses(place, node)
-        if node.op in BOTH and len(uses) == 2:
-            first, second = self.band(uses[0]), self.band(uses[1])
-            return None if first is None or second is None else first & second
-        if node.op in _SAME or node.op in _VIEWS:
-            band, source = self.band(uses[0]), self.type_of(uses[0]).shape
-            # keys alone may be repeated for every query; views may exchange leading dims, which keys have
-            repeated = node.op in _SAME and len(source) > 1 and source[-2:] == (1, type_.shape[-1])
-            same = source[-2:] == type_.shape[-2:] and (node.op in _SAME or not (band and band.keys))
-            return band if repeated or same else None
-        if node.op in _COMPARED and len(uses) == 2:
-            return self._compared(node.op, uses, type_.shape)
-        return None
-
-    def _compared(self, op: str, uses: Sequence[_Place], shape: Sequence[int]) -> _Band | None:
-        """A comparison of the positions of keys [.., 1, t] with those of queries [.., s, 1]."""
-        lower, upper = _COMPARED[op]
-        first, second = (self._offset(u, shape) for u in uses)
-        if first is None or second is None or first[1] == second[1]:
-            return None
-        # keys + a <= queries + b: their difference is b - a at most; queries may be the first of them
-        apart = second[0] - first[0]
-        if first[1] == "queries":
-            apart, (lower, upper) = -apart, (upper, lower)
-            lower, upper = (None if n is None else -n for n in (lower, upper))
-        return _Band(None if lower is None else lower + apart, None if upper is None else upper + apart)
-
-    def _offset(self, place: _Place, shape: Sequence[int]) -> tuple[int, str] | None:
-        """(the number of the first position, whose they are) of positions that follow each other."""
-        own = self.type_of(place).shape
-        sides: dict[tuple[int, ...], str] = {(1, shape[-1]): "keys", (shape[-2], 1): "queries"}
-        side = sides.get(tuple(own[-2:]))
-        if side is None or shape[-1] == 1 or max(own[-2:]) != self.type_of(place).numel:
-            return None
-        numbers = self._numbers(place)
-        if numbers is None or numbers.dtype.is_floating_point:
-            return None
-        flat = numbers.reshape(-1)
-        first = int(flat[0])
-        return (first, side) if torch.equal(flat, torch.arange(first, first + len(flat))) else None
-
-    def _numbers(self, place: _Place) -> torch.Tensor | None:
-        """A value that depends on no input; None if it does, or is not that simple."""
-        node = self._node(place)
-        if node is None or node.op not in NUMBERS or self.type_of(place).numel > MOST:
-            return None
-        given = [self._numbers(use) for use in self._uses(place, node)]
-        known = [n for n in given if n is not None]
-        return evaluated(node, iter(known)) if len(known) == len(given) else None
+#: of every attention: (name, what it is told, its mask of keys in here or the type of one from outside)
+_Kind: TypeAlias = tuple[tuple[str, _Attended, str], ...]
 
 
 class _Writer:
-    """Writes the model down. wanted: per call, see `_Masks.attended`."""
+    """Writes the model down. wanted: per call, see `_Told.attended`."""
 
-    def __init__(self, folded: Folded, masks: _Masks, wanted: Sequence[Mapping[str, _Attended]]) -> None:
+    def __init__(self, folded: Folded, masks: _Told, wanted: Sequence[Mapping[str, _Attended]]) -> None:
         self.folded, self.masks, self.wanted = folded, masks, wanted
         self.segments = dict(folded.segments)
         self.calls = list(folded.calls)
         self.taken = (
             {v for types in masks.types.values() for v in types} | masks.ports.keys() | masks.made.keys()
         )
-        self.handed: dict[_Place, str] = {}
+        self.handed: dict[Place, str] = {}
 
     def run(self) -> Folded:
-        kinds: dict[tuple[str, tuple[tuple[str, int, str], ...]], list[int]] = {}
+        kinds: dict[tuple[str, _Kind], list[int]] = {}
         for number, call in enumerate(self.folded.calls):
             kinds.setdefault((call.segment, self._kind(number)), []).append(number)
         shared = [segment for segment, _ in kinds]
@@ -231,19 +132,19 @@ class _Writer:
         )
         return _without_unused(made)
 
-    def _kind(self, number: int) -> tuple[tuple[str, int, str], ...]:
-        """What calls of a segment must share to remain one: (attention, window, its mask of keys in here)."""
+    def _kind(self, number: int) -> _Kind:
+        """What calls of a segment must share to remain one."""
         told = self.wanted[number].items()
 
-        def keys(place: _Place | None) -> str:
+        def keys(place: Place | None) -> str:
             if place is None:
                 return ""
             return place[1] if place[0] == number else str(self.masks.type_of(place))
 
-        return tuple(sorted((name, how.window, keys(how.keys)) for name, how in told))
+        return tuple(sorted((name, replace(how, keys=None), keys(how.keys)) for name, how in told))
 
-    def _named(self, segment: str, kind: Sequence[tuple[str, int, str]]) -> str:
-        window = kind[0][1]
+    def _named(self, segment: str, kind: _Kind) -> str:
+        window = kind[0][1].window
         name = f"{segment}_window{window}" if window else f"{segment}_full"
         return name if name not in self.segments else fresh(name, {*self.segments})
 
@@ -270,12 +171,23 @@ class _Writer:
                     for number, main in zip(numbers, given, strict=True):
                         mains[number].append(main)
                 mask = Ref(inner[given])
-            nodes.append(_told(node, mask, first.window))
+            if first.documents and isinstance(mask, Ref):
+                rows = self.masks.type_of(keys[0]).shape
+                shape = rows[0], 1, 1, rows[1]
+                nodes.append(self._laid(node, mask, TensorType(shape, self.masks.type_of(keys[0]).dtype)))
+                mask = Ref(nodes[-1].name)
+            nodes.append(_told(node, mask, first))
         self.segments[name] = without_dead(Graph(graph.name, tuple(inputs), tuple(nodes), graph.outputs))
         for number in numbers:
             self.calls[number] = replace(self.calls[number], segment=name, args=tuple(mains[number]))
 
-    def _main(self, place: _Place) -> str:
+    def _laid(self, node: Node, numbers: Ref, type_: TensorType) -> Node:
+        """Numbers of documents as a mask of keys, ahead of an attention."""
+        name = fresh(numbers.name, self.taken, "keys")
+        args = (numbers, type_.shape)
+        return Node(_RESHAPE, args, (), (name,), (type_,), node.origin, node.backward)
+
+    def _main(self, place: Place) -> str:
         """What a value is called in main, handed out if it was not."""
         number, value = place
         if number < 0:
@@ -292,11 +204,11 @@ class _Writer:
         return self.handed[place]
 
 
-def _told(node: Node, keys: Arg, window: int) -> Node:
+def _told(node: Node, keys: Arg, how: _Attended) -> Node:
     """Attention that is told which keys it attends to."""
     place = ATTENTION[node.op]
-    rest = node.args[place + 2 :]
-    return replace(node, args=(*node.args[:place], keys, True, *rest, *((window,) if window else ())))
+    window = (how.window,) if how.window else ()
+    return replace(node, args=(*node.args[:place], keys, how.causal, *node.args[place + 2 :], *window))
 
 
 def _without_unused(folded: Folded) -> Folded:

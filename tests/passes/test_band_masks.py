@@ -22,33 +22,91 @@ from autoshard.verify.single_rank import single_rank_program
 from autoshard.verify.static import verify_static
 
 LENGTH = 12
-#: of positions of queries [s, 1] and keys [1, s] and of what is no padding [b, 1, 1, s] -> mask
-How = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-#: how a mask is made -> (window, whether a mask of keys is left)
-SAID: dict[str, tuple[How, int, bool]] = {
-    "at most": (lambda q, k, pad: k <= q, 0, False),
-    "less": (lambda q, k, pad: k < q + 1, 0, False),
-    "queries first": (lambda q, k, pad: q >= k, 0, False),
-    "tail of a window": (lambda q, k, pad: (k <= q) & (k > q - 4), 4, False),
-    "window, queries first": (lambda q, k, pad: (q - 3 <= k) & (q + 1 > k), 4, False),
-    "the narrower of two": (lambda q, k, pad: (k <= q) & (k > q - 5) & (k >= q - 2), 3, False),
-    "only itself": (lambda q, k, pad: (k <= q) & (k >= q), 1, False),
-    "a window of all": (lambda q, k, pad: (k <= q) & (k > q - 100), 0, False),
-    "padding": (lambda q, k, pad: (k <= q) & pad, 0, True),
-    "padding in a window": (lambda q, k, pad: pad & ((k <= q) & (k > q - 4)), 4, True),
-    "expanded": (lambda q, k, pad: ((k <= q) & pad).expand(3, 2, LENGTH, LENGTH), 0, True),
-    "logical": (lambda q, k, pad: torch.logical_and(k <= q, k > q - 4)[None, None], 4, False),
+#: of positions of queries [s, 1] and keys [1, s], of what is no padding and of numbers [b, s] -> mask
+How = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _apart(n: torch.Tensor) -> torch.Tensor:
+    """The documents of numbers that begin anew in each, as transformers tells them apart."""
+    return (torch.diff(n, prepend=n[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _equal(n: torch.Tensor) -> torch.Tensor:
+    return (n[:, :, None] == n[:, None, :])[:, None]
+
+
+def _hidden(mask: torch.Tensor, number: float = float("-inf")) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, number)
+
+
+LOWEST = torch.finfo(torch.float32).min
+#: how a mask is made -> (causal, window, what is left of it: keys, documents or nothing)
+SAID: dict[str, tuple[How, bool, int, str]] = {
+    "at most": (lambda q, k, pad, n: k <= q, True, 0, ""),
+    "less": (lambda q, k, pad, n: k < q + 1, True, 0, ""),
+    "queries first": (lambda q, k, pad, n: q >= k, True, 0, ""),
+    "tail of a window": (lambda q, k, pad, n: (k <= q) & (k > q - 4), True, 4, ""),
+    "window, queries first": (lambda q, k, pad, n: (q - 3 <= k) & (q + 1 > k), True, 4, ""),
+    "the narrower of two": (lambda q, k, pad, n: (k <= q) & (k > q - 5) & (k >= q - 2), True, 3, ""),
+    "only itself": (lambda q, k, pad, n: (k <= q) & (k >= q), True, 1, ""),
+    "a window of all": (lambda q, k, pad, n: (k <= q) & (k > q - 100), True, 0, ""),
+    "padding": (lambda q, k, pad, n: (k <= q) & pad, True, 0, "keys"),
+    "padding in a window": (lambda q, k, pad, n: pad & ((k <= q) & (k > q - 4)), True, 4, "keys"),
+    "expanded": (lambda q, k, pad, n: ((k <= q) & pad).expand(4, 2, LENGTH, LENGTH), True, 0, "keys"),
+    "logical": (lambda q, k, pad, n: torch.logical_and(k <= q, k > q - 4)[None, None], True, 4, ""),
+    "not behind": (lambda q, k, pad, n: ~(k > q), True, 0, ""),
+    "neither behind nor far": (lambda q, k, pad, n: ~((k > q) | (k <= q - 4)), True, 4, ""),
+    "both sides": (lambda q, k, pad, n: (q - k).abs() < 4, False, 4, ""),
+    "both sides, padded": (lambda q, k, pad, n: ((k - q).abs() <= 3) & pad, False, 4, "keys"),
+    "behind by a difference": (lambda q, k, pad, n: q - k >= 0, True, 0, ""),
+    "a triangle": (lambda q, k, pad, n: torch.ones(LENGTH, LENGTH).tril().bool(), True, 0, ""),
+    "not a triangle": (lambda q, k, pad, n: ~torch.ones(LENGTH, LENGTH).triu(1).bool(), True, 0, ""),
+    "padding alone": (lambda q, k, pad, n: pad & (q >= 0), False, 0, "keys"),
+    "all": (lambda q, k, pad, n: (q >= 0) & (k >= 0), False, 0, ""),
+    "numbers": (lambda q, k, pad, n: _hidden(k <= q), True, 0, ""),
+    "the lowest number": (lambda q, k, pad, n: _hidden((k <= q) & (k > q - 4), LOWEST), True, 4, ""),
+    "numbers chosen": (lambda q, k, pad, n: torch.where(k > q, LOWEST, 0.0), True, 0, ""),
+    "a triangle of numbers": (
+        lambda q, k, pad, n: torch.full((LENGTH, LENGTH), float("-inf")).triu(1),
+        *(True, 0, ""),
+    ),
+    "a sum": (lambda q, k, pad, n: _hidden(k <= q) + _hidden(k > q - 4), True, 4, ""),
+    "documents": (lambda q, k, pad, n: (k <= q) & _equal(n // 5), True, 0, "documents"),
+    "documents, both ways": (lambda q, k, pad, n: _equal(n // 5), False, 0, "documents"),
+    "documents in a window": (lambda q, k, pad, n: (k <= q) & (k > q - 3) & _equal(n), True, 3, "documents"),
+    "of one sequence": (lambda q, k, pad, n: (k <= q) & _equal(n[:1] // 5), True, 0, "documents"),
+    "by positions": (
+        lambda q, k, pad, n: (n[:, None, None] <= n[:, None, :, None]) & _equal(_apart(n)),
+        *(True, 0, "documents"),
+    ),
+    "by positions in a window": (
+        lambda q, k, pad, n: (n[:, None, :, None] - n[:, None, None]).abs().le(2) & _equal(_apart(n)),
+        *(False, 3, "documents"),
+    ),
 }
 #: how a mask is made that must stay as it is
 LEFT: dict[str, How] = {
-    "keys behind": lambda q, k, pad: k >= q,
-    "one key behind": lambda q, k, pad: k <= q + 1,
-    "not its own": lambda q, k, pad: (k < q) | (k == q) & (k == 0),
-    "one of two": lambda q, k, pad: (k <= q) | pad,
-    "every other": lambda q, k, pad: (k <= q) & ((q - k) % 2 == 0),
-    "other positions": lambda q, k, pad: 2 * k <= q,
-    "of queries alone": lambda q, k, pad: (k <= q) & (pad.transpose(2, 3) | (k == 0)),
-    "numbers": lambda q, k, pad: torch.zeros(LENGTH, LENGTH).masked_fill(k > q, -1.0),
+    "keys behind": lambda q, k, pad, n: k >= q,
+    "one key behind": lambda q, k, pad, n: k <= q + 1,
+    "not its own": lambda q, k, pad, n: (k < q) | (k == q) & (k == 0),
+    "one of two": lambda q, k, pad, n: (k <= q) | pad,
+    "every other": lambda q, k, pad, n: (k <= q) & ((q - k) % 2 == 0),
+    "other positions": lambda q, k, pad, n: 2 * k <= q,
+    "of queries alone": lambda q, k, pad, n: (k <= q) & (pad.transpose(2, 3) | (k == 0)),
+    "numbers": lambda q, k, pad, n: torch.zeros(LENGTH, LENGTH).masked_fill(k > q, -1.0),
+    "a cast mask": lambda q, k, pad, n: (k <= q).float(),
+    "unlike sides": lambda q, k, pad, n: (k - q <= 2) & (q - k <= 3),
+    "lowest with padding": lambda q, k, pad, n: _hidden((k <= q) & pad, LOWEST),
+    "positions without documents": lambda q, k, pad, n: n[:, None, None] <= n[:, None, :, None],
+    "positions of other documents": lambda q, k, pad, n: (
+        (n[:, None, None] <= n[:, None, :, None]) & _equal(_apart(2 * n))
+    ),
+    "documents told apart by less": lambda q, k, pad, n: (
+        (n[:, None, None] <= n[:, None, :, None]) & _equal((torch.diff(n, prepend=n[:, :1]) < 0).cumsum(-1))
+    ),
+    "documents and padding": lambda q, k, pad, n: (k <= q) & _equal(n) & pad,
+    "documents by head": lambda q, k, pad, n: _equal(n[:2]).transpose(0, 1),
+    "unlike numbers": lambda q, k, pad, n: (n[:, :, None] == n[:, None, :] + 1)[:, None] | (q == k),
 }
 
 
@@ -59,9 +117,9 @@ class Attending(nn.Module):
         super().__init__()
         self.masks, self.layers = masks, nn.ModuleList(nn.Linear(16, 48) for _ in range(2 * len(masks)))
 
-    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         at = torch.arange(LENGTH)
-        masks = [how(at[:, None], at[None, :], real[:, None, None, :]) for how in self.masks]
+        masks = [how(at[:, None], at[None, :], real[:, None, None, :], numbers) for how in self.masks]
         for k, layer in enumerate(self.layers):
             q, key, v = layer(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
             out = F.scaled_dot_product_attention(q, key, v, masks[k % len(masks)])
@@ -71,10 +129,12 @@ class Attending(nn.Module):
 
 def made(*masks: How) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    real = torch.ones(3, LENGTH, dtype=torch.bool)
+    real = torch.ones(4, LENGTH, dtype=torch.bool)
     real[0, 7:] = False
     real[1, :3] = False  # rows that attend to nothing where there is a mask of keys
-    return Attending(*masks), {"x": torch.randn(3, LENGTH, 16), "real": real}
+    lengths = ((3, 9), (1, 1, 10), (12,), (5, 5, 2))
+    numbers = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in lengths])
+    return Attending(*masks), {"x": torch.randn(4, LENGTH, 16), "real": real, "numbers": numbers}
 
 
 def attention(folded: Folded) -> list[Node]:
@@ -100,21 +160,31 @@ def equal(model: nn.Module, batch: dict[str, torch.Tensor], mesh: str, **options
 
 @pytest.mark.parametrize("name", SAID)
 def test_said_in_numbers(name: str) -> None:
-    how, window, by_keys = SAID[name]
+    how, causal, window, left = SAID[name]
     model, batch = made(how)
     folded = analyse(capture(model, (), batch)).folded
-    for node in attention(folded):
-        _, _, _, mask, causal, _, *rest = node.args
-        assert (isinstance(mask, Ref), causal, rest) == (by_keys, True, [window] if window else [])
+    for graph in folded.segments.values():
+        types = graph.types()
+        for node in (n for n in graph.nodes if n.op == "autoshard.sdpa.default"):
+            _, _, _, mask, told, _, *rest = node.args
+            kind = (
+                {"bool": "keys", "i64": "documents"}[types[mask.name].dtype] if isinstance(mask, Ref) else ""
+            )
+            assert (kind, told, rest) == (left, causal, [window] if window else [])
     assert attention(folded) and not squares(folded)
-    equal(model, batch, "tp=2")
+    for mesh in ("dp=2,tp=2", "seq=2"):
+        equal(model, batch, mesh)
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_left_as_it_is(name: str) -> None:
     model, batch = made(LEFT[name])
     folded = analyse(capture(model, (), batch)).folded
-    assert {node.args[4] for node in attention(folded)} == {False}
+    for graph in folded.segments.values():
+        types = graph.types()
+        masks = [n.args[3] for n in graph.nodes if n.op == "autoshard.sdpa.default"]
+        assert all(isinstance(m, Ref) and types[m.name].shape[-2:] == (LENGTH, LENGTH) for m in masks)
+    assert {(node.args[4], *node.args[6:]) for node in attention(folded)} == {(False,)}
     equal(model, batch, "tp=2")
 
 
@@ -124,56 +194,100 @@ def test_layers_that_take_turns_have_segments_of_their_own() -> None:
     model, batch = made(narrow, padded)
     folded = analyse(capture(model, (), batch)).folded
     assert {node.args[6:] for node in attention(folded)} == {(4,), ()} and not squares(folded)
-    for mesh in ("dp=3", "tp=2"):
+    for mesh in ("dp=4", "tp=2"):
         equal(model, batch, mesh)
 
 
-FAMILIES = ("mistral-window", "gemma3-windows")
+#: what packs, pads or leaves a batch as it is
+FAMILIES = (
+    *(f"{n}{how}" for n in ("mistral-window", "gemma3-windows") for how in ("", "-padded", "-packed")),
+    *("llama-packed", "modernbert-padded"),
+)
 MESHES = ("dp=2,tp=2", "cp=4", "fsdp=2,cp=2")
 
 
-@pytest.mark.parametrize(
-    ("name", "padded", "mesh"),
-    sampled([(n, p, m) for n in FAMILIES for p in ("", "-padded") for m in MESHES], 6),
-    ids=str,
-)
-def test_models_equal_to_eager(name: str, padded: str, mesh: str) -> None:
-    model, batch = family(f"{name}{padded}").make()
+@pytest.mark.parametrize(("name", "mesh"), sampled([(n, m) for n in FAMILIES for m in MESHES], 8), ids=str)
+def test_models_equal_to_eager(name: str, mesh: str) -> None:
+    model, batch = family(name).make()
     equal(model, batch, mesh)
 
 
-@pytest.mark.parametrize("name", [f"{n}-padded" for n in FAMILIES])
-def test_slices_of_windows(name: str) -> None:
-    """A slice attends to those before it as far as its window reaches."""
+@pytest.mark.parametrize("name", ["mistral-window-padded", "gemma3-windows-packed", "llama-packed"])
+def test_slices_of_windows_and_documents(name: str) -> None:
+    """A slice attends to those before it as far as its window and its documents reach."""
     model, batch = family(name).make()
     equal(model, batch, "pp=2", microbatches=2, schedule="seq1f1b")
 
 
+def keys_of(kind: str, length: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What attention is given as mask of keys, and the mask [b, 1, s, t] that it stands for."""
+    if not kind:
+        return None, torch.ones(1, 1, length, length, dtype=torch.bool)
+    if kind == "padded":
+        keys = torch.ones(2, 1, 1, length, dtype=torch.bool)
+        keys[0, ..., :50] = False
+        keys[1, ..., -50:] = False
+        return keys, keys.expand(2, 1, length, length)
+    drawn = torch.rand(2, 1, 1, length)
+    numbers = (drawn < 0.05).cumsum(-1) if kind == "documents" else (drawn * 3).long()
+    return numbers, numbers == numbers.transpose(2, 3)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["", "padded", "documents", "numbers that return"])
 @pytest.mark.parametrize(("length", "window"), [(300, 0), (300, 40), (700, 300)])
 def test_attention_in_numbers_is_that_with_a_mask(
-    device: str, padded: bool, length: int, window: int
+    device: str, causal: bool, kind: str, length: int, window: int
 ) -> None:
     """In bf16, beside a mask of queries by keys in fp64."""
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, 3, length, 16, device=device).to(torch.bfloat16) for _ in range(4))
-    at = torch.arange(length, device=device)
-    hidden = at[None, :] > at[:, None]
+    apart = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+    keys, allowed = keys_of(kind, length)
+    if causal:
+        allowed = allowed & (apart <= 0)
     if window:
-        hidden = hidden | (at[None, :] <= at[:, None] - window)
-    keys = torch.ones(2, 1, 1, length, dtype=torch.bool, device=device)
-    keys[0, ..., :50] = False
-    keys[1, ..., -50:] = False
-    allowed = ~hidden & keys if padded else ~hidden[None, None]
+        allowed = allowed & (apart.abs() < window)
+    keys, allowed = None if keys is None else keys.to(device), allowed.to(device)
     ops = torch.ops.autoshard
-    out, lse = ops.sdpa(q, k, v, keys if padded else None, True, 0.25, window)
-    found = [out, *ops.sdpa_backward(grad, q, k, v, out, lse, keys if padded else None, True, 0.25, window)]
+    out, lse = ops.sdpa(q, k, v, keys, causal, 0.25, window)
+    found = [out, *ops.sdpa_backward(grad, q, k, v, out, lse, keys, causal, 0.25, window)]
     exact = [x.double() for x in (q, k, v, grad)]
     expected, sums = sdpa_math(*exact[:3], allowed, False, 0.25)
     wanted = [expected, *sdpa_math_backward(exact[3], *exact[:3], expected, sums, allowed, False, 0.25)]
     for ours, theirs in zip(found, wanted, strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["", "padded", "documents", "numbers that return"])
+@pytest.mark.parametrize("window", [0, 30])
+def test_rows_of_a_divided_sequence(zigzag: bool, causal: bool, kind: str, window: int) -> None:
+    """Ranks with parts of the queries give together what one with all of them gives, in fp64."""
+    torch.manual_seed(0)
+    length, ops = 320, torch.ops.autoshard
+    q, k, v, grad = (torch.randn(2, 3, length, 8, dtype=torch.float64) for _ in range(4))
+    keys, _ = keys_of(kind, length)
+    out, lse = ops.sdpa(q, k, v, keys, causal, 0.25, window)
+    wanted = ops.sdpa_backward(grad, q, k, v, out, lse, keys, causal, 0.25, window)
+    sums = [torch.zeros_like(x) for x in (k, v)]
+    size = length // 8 if zigzag else length // 4
+    for rank in range(4):
+        rows = torch.arange(rank * size, (rank + 1) * size)
+        if zigzag:
+            rows = torch.cat((rows, length - size - rank * size + torch.arange(size)))
+        given = q[:, :, rows], k, v
+        told = 0.25, rank * size, zigzag, keys, window, causal
+        part, part_lse = ops.sdpa_rows(*given, *told)
+        torch.testing.assert_close(part, out[:, :, rows])
+        torch.testing.assert_close(part_lse, lse[:, :, rows])
+        made = ops.sdpa_rows_backward(grad[:, :, rows], *given, part, part_lse, *told)
+        torch.testing.assert_close(made[0], wanted[0][:, :, rows])
+        sums = [a + b for a, b in zip(sums, made[1:], strict=True)]
+    for ours, theirs in zip(sums, wanted[1:], strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_batch_as_long_as_the_sequence_is_captured_for_a_microbatch() -> None:

@@ -261,6 +261,9 @@ def test_what_changes_from_call_to_call_is_refused() -> None:
     model, inputs = family("mixtral").make()
     with pytest.raises(UsageError, match="waits for the device"):
         parallel(model, inputs, cuda_graphs=True)
+    model, inputs = family("llama-packed").make()
+    with pytest.raises(UsageError, match="attention by documents"):
+        parallel(model, inputs, cuda_graphs=True)
     with pytest.raises(UsageError, match="host memory"):
         parallel(net(2), cuda_graphs=True, offload="optimizer,parameters")
 
