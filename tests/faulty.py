@@ -43,6 +43,8 @@ def good(name: str) -> Program:
         return flat("gpt2-dropout", "dp=2,tp=2")
     if name == "context":
         return flat("llama-long", "cp=4", "h100-dgx")
+    if name == "documents":
+        return flat("mistral-window-packed", "cp=4", "h100-dgx")
     if name == "tiles":
         model, inputs = family("llama").make()
         found = analyse(capture(model, (), inputs), tile_rows=5)

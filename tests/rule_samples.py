@@ -737,18 +737,21 @@ def _attention(m: Make) -> Iterator[OpSample]:
             args = (torch.randn_like(out), q, k, v, out, lse, mask, causal, 0.5)
             yield OpSample("autoshard.sdpa_backward.default", args)
     q, k, v = m.real(4, 3, 8, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
-    for mask, window in _bands(m):
-        yield OpSample("autoshard.sdpa.default", (q, k, v, mask, True, 0.5, window))
-        out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, True, 0.5, window)
-        args = (torch.randn_like(out), q, k, v, out, lse, mask, True, 0.5, window)
+    for mask, window, causal in _bands(m):
+        yield OpSample("autoshard.sdpa.default", (q, k, v, mask, causal, 0.5, window))
+        out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5, window)
+        args = (torch.randn_like(out), q, k, v, out, lse, mask, causal, 0.5, window)
         yield OpSample("autoshard.sdpa_backward.default", args)
 
 
-def _bands(m: Make) -> list[tuple[torch.Tensor | None, int]]:
-    """(mask of 8 keys, window)."""
+def _bands(m: Make) -> list[tuple[torch.Tensor | None, int, bool]]:
+    """(mask of 8 keys, window, causal)."""
     by_keys = m.bools(4, 1, 1, 8)
     by_keys[..., :2] = False  # whose first rows attend to nothing
-    return [(None, 0), (None, 3), (by_keys, 0), (by_keys, 3), (m.bools(1, 8), 5)]
+    documents = m.bools(4, 1, 1, 8).cumsum(-1)
+    masks = [(None, 0), (None, 3), (by_keys, 0), (by_keys, 3), (m.bools(1, 8), 5)]
+    masks += [(documents, 0), (documents, 3), (documents[:1], 0), (m.ints(3, 4, 1, 1, 8), 0)]
+    return [(mask, window, causal) for mask, window in masks for causal in (True, False)]
 
 
 def _attention_of_rows(m: Make) -> Iterator[OpSample]:

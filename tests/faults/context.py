@@ -10,8 +10,9 @@ from autoshard.program.program import Program
 from faults.edits import replaced, sites
 from faults.fault import Fault, Kind, rules
 
-#: a program with a sequence in a zigzag
-CONTEXT = ("context",)
+#: programs with a sequence in a zigzag: causal alone, and with a window and documents
+CONTEXT = ("context", "documents")
+DOCUMENTS = ("documents",)
 _SAID = rules("function", "arguments", "collective", "placement")
 
 
@@ -19,22 +20,45 @@ def _rows(program: Program) -> Iterator[tuple[str, int, Node]]:
     return (site for site in sites(program) if site[2].op.startswith("autoshard.sdpa_rows"))
 
 
-def _last(node: Node, start: Arg, zigzag: bool) -> Node:
-    return replace(node, args=(*node.args[:-2], start, zigzag))
+def _first(node: Node) -> int:
+    """Which argument says where the rows begin."""
+    return 7 if "backward" in node.op else 4
+
+
+def _told(node: Node, *args: Arg, behind: int = 0) -> Node:
+    """Attention that is told something else, from where its rows begin on or ``behind`` that."""
+    at = _first(node) + behind
+    return replace(node, args=(*node.args[:at], *args, *node.args[at + len(args) :]))
 
 
 def wrong_rows(program: Program) -> Iterator[Fault]:
     """Attention takes its rows for the first of the sequence: a wrong mask."""
     for name, number, node in _rows(program):
-        wrong = _last(node, 0, True)
+        wrong = _told(node, 0, True)
         yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
 
 
 def no_zigzag(program: Program) -> Iterator[Fault]:
     """Attention takes its rows for positions that follow each other: balance without its mask."""
     for name, number, node in _rows(program):
-        wrong = _last(node, node.args[-2], False)
+        wrong = _told(node, False, behind=1)
         yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
+def one_document(program: Program) -> Iterator[Fault]:
+    """Attention takes the documents of a sequence for one."""
+    for name, number, node in _rows(program):
+        yield Fault(replaced(program, name, number, _told(node, None, behind=2)), _SAID, (node.outs[0],))
+
+
+def wider_window(program: Program) -> Iterator[Fault]:
+    """Attention reaches one key further than its window."""
+    for name, number, node in _rows(program):
+        window = node.args[_first(node) + 3]
+        assert isinstance(window, int)
+        yield Fault(
+            replaced(program, name, number, _told(node, window + 1, behind=3)), _SAID, (node.outs[0],)
+        )
 
 
 def unordered_keys(program: Program) -> Iterator[Fault]:
@@ -52,5 +76,7 @@ def unordered_keys(program: Program) -> Iterator[Fault]:
 KINDS: dict[str, Kind] = {
     "rows of another rank": Kind(wrong_rows, CONTEXT),
     "rows without a zigzag": Kind(no_zigzag, CONTEXT),
+    "documents taken for one": Kind(one_document, DOCUMENTS),
+    "a wider window": Kind(wider_window, DOCUMENTS),
     "sequence in the order of ranks": Kind(unordered_keys, CONTEXT),
 }

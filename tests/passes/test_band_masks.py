@@ -93,7 +93,7 @@ LEFT: dict[str, How] = {
     "every other": lambda q, k, pad, n: (k <= q) & ((q - k) % 2 == 0),
     "other positions": lambda q, k, pad, n: 2 * k <= q,
     "of queries alone": lambda q, k, pad, n: (k <= q) & (pad.transpose(2, 3) | (k == 0)),
-    "numbers": lambda q, k, pad, n: torch.zeros(LENGTH, LENGTH).masked_fill(k > q, -1.0),
+    "other numbers": lambda q, k, pad, n: torch.zeros(LENGTH, LENGTH).masked_fill(k > q, -1.0),
     "a cast mask": lambda q, k, pad, n: (k <= q).float(),
     "unlike sides": lambda q, k, pad, n: (k - q <= 2) & (q - k <= 3),
     "lowest with padding": lambda q, k, pad, n: _hidden((k <= q) & pad, LOWEST),
@@ -172,8 +172,6 @@ def test_said_in_numbers(name: str) -> None:
             )
             assert (kind, told, rest) == (left, causal, [window] if window else [])
     assert attention(folded) and not squares(folded)
-    for mesh in ("dp=2,tp=2", "seq=2"):
-        equal(model, batch, mesh)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -185,7 +183,14 @@ def test_left_as_it_is(name: str) -> None:
         masks = [n.args[3] for n in graph.nodes if n.op == "autoshard.sdpa.default"]
         assert all(isinstance(m, Ref) and types[m.name].shape[-2:] == (LENGTH, LENGTH) for m in masks)
     assert {(node.args[4], *node.args[6:]) for node in attention(folded)} == {(False,)}
-    equal(model, batch, "tp=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), sampled([(n, m) for n in (*SAID, *LEFT) for m in ("dp=2,tp=2", "cp=2")], 8), ids=str
+)
+def test_equal_to_eager(name: str, mesh: str) -> None:
+    how = SAID[name][0] if name in SAID else LEFT[name]
+    equal(*made(how), mesh)
 
 
 def test_layers_that_take_turns_have_segments_of_their_own() -> None:
