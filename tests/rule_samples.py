@@ -757,7 +757,7 @@ def _bands(m: Make) -> list[tuple[torch.Tensor | None, int, bool]]:
 def _attention_of_rows(m: Make) -> Iterator[OpSample]:
     for rows, start, zigzag in ((2, 2, False), (4, 2, True), (8, 0, True)):
         q, k, v = m.real(4, 3, rows, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
-        for band in _bands(m):
+        for band in [b for b in _bands(m) if b[0] is None or len(b[0]) == 4][::2]:
             rest = (0.5, start, zigzag, *band)
             yield OpSample("autoshard.sdpa_rows.default", (q, k, v, *rest))
             out, lse = torch.ops.autoshard.sdpa_rows(q, k, v, *rest)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard.errors import CaptureError
-from autoshard.ops.lift import repeat_heads
+from autoshard.ops.attention import repeat_heads
 from autoshard.ops.sinks import AttentionWithSinks
 
 #: the name under which transformers finds `attention_forward`

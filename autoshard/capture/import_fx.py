@@ -250,6 +250,8 @@ class _Importer:
         op = schema.name
         if op in RESHAPES and types[0] is not None:
             op, args = "aten.reshape.default", (args[0], types[0].shape)
+        if op == "aten._to_copy.default" and not isinstance(args[0], Ref):
+            op, args = "aten.full.default", ((), args[0])  # a number that torch took for a tensor
         self.nodes.append(Node(op, args, kwargs, outs, types, origin, node in self.backward))
 
     def _origin(self, node: fx.Node, outs: Sequence[str], args: Arg, kwargs: Arg) -> Origin:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture import tracing
 from autoshard.capture.meta_args import Absent
 from autoshard.errors import CaptureError
+from autoshard.torch_adapters.flex import is_block_mask
 from autoshard.torch_adapters.hooks import has_gradient_hooks
 
 #: images or videos in a batch, if their sizes are to be part of a program
@@ -116,6 +117,12 @@ def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any], *, fix_sizes: bool 
             inputs.leaves.append(Leaf(len(inputs.tensors)))
             inputs.arguments.append(("input", str(number), name))
             inputs.tensors.append(value)
+        elif is_block_mask(value):
+            raise CaptureError(
+                f"{name} is a BlockMask",
+                why="its function may read tensors that differ from call to call, which are no inputs then",
+                hint="make it in forward, by create_block_mask of tensors that the model is given",
+            )
         else:
             inputs.leaves.append(Leaf(-1, repr(value)))
     return inputs

@@ -30,6 +30,14 @@ def in_bshd(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[b, h, s, d] -> [b, heads, s, d], each head repeated in place."""
+    b, h, s, d = x.shape
+    if h == heads:
+        return x
+    return x[:, :, None].expand(b, h, heads // h, s, d).reshape(b, heads, s, d)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

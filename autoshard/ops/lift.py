@@ -19,15 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-import autoshard.ops.attention
 import autoshard.ops.dropout
-import autoshard.ops.loss  # noqa: F401 (these three define the ops called here)
+import autoshard.ops.loss  # noqa: F401 (these two define ops called here)
 from autoshard.errors import CaptureError
 from autoshard.ops import recurrent
+from autoshard.ops.attention import repeat_heads
 from autoshard.ops.ctc import ctc_loss, masked_select
 from autoshard.ops.draws import Draws
+from autoshard.ops.flex_attention import flex_attention
 from autoshard.ops.masked import setitem
 from autoshard.ops.windows import as_strided
+from autoshard.torch_adapters.flex import attention_ops, refuses_gradients
 from autoshard.torch_adapters.modes import is_users
 
 Function = Callable[..., Any]
@@ -67,6 +69,7 @@ class Lifter:
             torch.Tensor.masked_select: masked_select,
             **Draws(self._drop).table(),
             torch.Tensor.__setitem__: setitem,
+            **dict.fromkeys(attention_ops(), flex_attention),
             torch.as_strided: as_strided,
             torch.Tensor.as_strided: as_strided,
         }
@@ -216,14 +219,6 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[b, h, s, d] -> [b, heads, s, d], each head repeated in place."""
-    b, h, s, d = x.shape
-    if h == heads:
-        return x
-    return x[:, :, None].expand(b, h, heads // h, s, d).reshape(b, heads, s, d)
-
-
 def _same_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Batch and heads broadcast against each other."""
     lead = torch.broadcast_shapes(*(t.shape[:2] for t in tensors))
@@ -266,6 +261,8 @@ class LiftMode(TorchFunctionMode):
                 why="models are captured on the CPU, where it would be without effect",
                 hint="torch.autocast(x.device.type, ...) with a tensor's device, or cast explicitly",
             )
+        if refuses_gradients(func, frame):
+            return False
         kwargs = kwargs or {}
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -26,8 +26,9 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 def eagerly() -> AbstractContextManager[object]:
     """A context in which functions that were compiled run as they are written."""
-    # what was compiled has imported it
-    if "torch._dynamo.eval_frame" not in sys.modules:
+    # what was compiled has imported the first of them; FlexAttention compiles what it calls
+    compiling = "torch._dynamo.eval_frame", "torch.nn.attention.flex_attention"
+    if sys.modules.keys().isdisjoint(compiling):
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance

@@ -357,7 +357,14 @@ class Eager:
         self.model.zero_grad()
         args, kwargs = self.precision.of_call(self.batch.whole)
         given = from_records(args), from_records(kwargs)
-        output = to_records(functional_call(self.model, self.precision.parameters(self.model), *given))
+        try:
+            output = to_records(functional_call(self.model, self.precision.parameters(self.model), *given))
+        except NotImplementedError as error:
+            raise UsageError(
+                "the model itself does not run on this machine",
+                why=str(error),
+                hint="verify it where it does, or prove the program alone: autoshard verify --static",
+            ) from error
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         outputs = dict(zip(self.batch.leaves, leaves, strict=True))
         outputs = {k: outputs[k] for k in self.batch.positions}

@@ -238,8 +238,7 @@ class MaskReader:
         first, second = rows
         if first is None or second is None or first.side == second.side or first.source != second.source:
             return None
-        leads = {self.type_of(u).shape[:-2] for u in uses}
-        if first.source is not None and len(leads) > 1:
+        if first.source is not None and len({self.type_of(u).shape[:-2] for u in uses}) > 1:
             return None
         if name == "eq" and first.source is not None and first.plus == second.plus:
             return Band(documents=frozenset((first.source,)))
@@ -264,10 +263,9 @@ class MaskReader:
             return None
         first, second = rows
         assert first is not None and second is not None
-        leads = {self.type_of(u).shape[:-2] for u in uses}
         if first.side == second.side or first.source != second.source:
             return None
-        if first.source is not None and len(leads) > 1:
+        if first.source is not None and len({self.type_of(u).shape[:-2] for u in uses}) > 1:
             return None
         lower, upper = (None if n is None else n + limit for n in _COMPARED[name])
         if size and upper is None:
@@ -277,7 +275,7 @@ class MaskReader:
     def _row(self, place: Place, shape: tuple[int, ...]) -> _Row | None:
         """Numbers of keys or of queries of a mask of this shape."""
         type_ = self.type_of(place)
-        own = type_.shape
+        own = type_.shape if len(type_.shape) > 1 else (1, *type_.shape)
         if len(shape) < 2 or shape[-1] == 1 or type_.dtype[0] not in "iu":
             return None
         sides: dict[tuple[int, ...], Side] = {(1, shape[-1]): "keys", (shape[-2], 1): "queries"}

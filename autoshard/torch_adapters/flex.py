@@ -1,0 +1,66 @@
+"""FlexAttention: the op that `torch.nn.attention.flex_attention.flex_attention` calls, and its modifications.
+
+Leans on that op, on what ``BlockMask.as_tuple()`` holds and in which order, on the check that refuses
+gradients on CPUs, and on how torch calls a modification for all scores at once. Tried on torch 2.11 and 2.13.
+Its module takes seconds to import, so it is looked up where a model's code has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def _imported() -> Any:
+    return sys.modules.get("torch.nn.attention.flex_attention")
+
+
+def attention_ops() -> tuple[Any, ...]:
+    """The op of FlexAttention, if its module is imported."""
+    flex = _imported()
+    return () if flex is None else (flex.flex_attention_hop,)
+
+
+def is_block_mask(value: object) -> bool:
+    flex = _imported()
+    return flex is not None and isinstance(value, flex.BlockMask)
+
+
+def refuses_gradients(func: Any, frame: FrameType) -> bool:
+    """Whether a function asks for gradients to refuse them, as FlexAttention does on CPUs."""
+    flex = _imported() if func == _REQUIRES_GRAD else None
+    return flex is not None and frame.f_code is flex._validate_device.__code__
+
+
+def mask_of(block_mask: Sequence[Any], device: torch.device) -> torch.Tensor | None:
+    """The mask [b or 1, h or 1, s, t] that a block mask stands for, True: attend; None if that is all of it.
+
+    block_mask: what the op is given, ``BlockMask.as_tuple()``.
+    """
+    flex, (rows, keys, blocks, *_, modification) = _imported(), block_mask
+    if modification is flex.noop_mask:
+        return None
+    mask: torch.Tensor = flex.create_mask(modification, *blocks.shape[:2], rows, keys, str(device))
+    return mask
+
+
+def change_of(score_mod: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What changes scores [b, h, s, t]; None if nothing does."""
+    flex = _imported()
+    if score_mod is flex._identity:
+        return None
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    def change(scores: torch.Tensor) -> torch.Tensor:
+        each = [torch.arange(n, device=scores.device) for n in scores.shape]
+        with TransformGetItemToIndex():
+            changed: torch.Tensor = flex._vmap_for_bhqkv(score_mod, prefix=(0,))(scores, *each)
+        return changed
+
+    return change
