@@ -167,6 +167,13 @@ def _modernbert() -> nn.Module:
     return ModernBertForMaskedLM(ModernBertConfig(vocab_size=96, **sizes, **windows, **ids))
 
 
+def _mamba2() -> nn.Module:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"state_size": 16, "num_heads": 8, "head_dim": 16, "chunk_size": 32, "hidden_size": 64}
+    return Mamba2ForCausalLM(Mamba2Config(num_hidden_layers=2, vocab_size=96, n_groups=2, **sizes))
+
+
 def _bert(positions: int = 32) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -253,6 +260,7 @@ LONG: tuple[Family, ...] = (
     Family("mistral-window-packed", lambda: _uncached(_mistral), _packed(96, batch=4, seq=512, longest=400)),
     Family("gemma3-windows-packed", lambda: _uncached(_gemma3), _packed(96, batch=4, seq=512, longest=400)),
     Family("modernbert-padded", _modernbert, _tokens(96, mask=True, batch=4, seq=512)),
+    Family("mamba2-long", lambda: _uncached(_mamba2), _tokens(96, batch=2, seq=256)),
     Family("mixtral-long", _mixtral, _tokens(96, batch=2, seq=512)),
     Family("bert-long", lambda: _bert(512), _tokens(101, batch=2, seq=512)),
     Family("gpt2-long", lambda: _gpt2(positions=512), _tokens(97, batch=2, seq=512)),

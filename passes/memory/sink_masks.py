@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from autoshard.ir import Call, Folded, Graph, Node, TensorType, refs_of
 from autoshard.ir.graph import renamed
+from autoshard.passes.memory.wide_values import spread
 from autoshard.passes.segment_parts import fresh, without_dead
 from autoshard.rules.core import RuleFn
 
@@ -68,14 +69,14 @@ def _chain(
     while wanted:
         each = wanted.pop()
         node = makers.get(each)
-        if types[each].nbytes <= limit:
+        if spread(types[each], types[value]) <= limit:
             starts[each] = None
         elif node is None or not _elementwise(node, types, table):
             return None
         elif node.name not in inside:
             inside.add(node.name)
             wanted += refs_of(node)
-    if not starts or sum(types[v].nbytes for v in starts) > limit:
+    if not starts or sum(spread(types[v], types[value]) for v in starts) > limit:
         return None
     return tuple(n for n in graph.nodes if n.name in inside), tuple(starts)
 

@@ -27,7 +27,18 @@ def makes_mask(node: Node, graph: Graph, table: Mapping[str, RuleFn]) -> bool:
         return False
     if fn(node, [types[r] for r in refs]).kind != "pointwise":
         return False
-    return types[node.name].nbytes > _MATRIX * sum(types[r].nbytes for r in refs)
+    made = types[node.name]
+    return made.nbytes > _MATRIX * sum(spread(types[r], made) for r in refs)
+
+
+def spread(type_: TensorType, over: TensorType) -> int:
+    """Bytes of a value as if it had the first dim of another that it is broadcast over, if that is none of
+    its last two.
+
+    So what counts as small does not depend on the batch, which first dims are, as a rule.
+    """
+    alike = len(type_.shape) == len(over.shape) and type_.shape[:1] == over.shape[:1]
+    return type_.nbytes * (1 if alike or len(over.shape) < 3 else over.shape[0])
 
 
 def widens(node: Node, graph: Graph, weights: Collection[str]) -> bool:

@@ -236,3 +236,27 @@ def test_masks_are_made_for_some_queries(kind: str) -> None:
     assert verify_static(program).ok
     report = verify(program, model, (), inputs, steps=2)
     assert report.ok, report.worst()
+
+
+class Encoder(nn.Module):
+    """torch's own layers, with a mask of numbers to add and padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.layers(x, mask=mask < 0, src_key_padding_mask=padded).square().mean()
+
+
+def test_the_batch_does_not_decide_what_runs_in_tiles() -> None:
+    """A plan of microbatches was for another graph than its program: masks were small beside a larger batch."""
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 32, 16), "padded": torch.arange(32).expand(4, -1) > 20}
+    asked: dict[str, Any] = {"cluster": "cpu-gloo", "microbatches": 2, "tile_rows": ROWS}
+    found = autoshard.plan(Encoder(), "seq=2,tp=2", example_inputs=inputs, **asked)
+    assert found.of_microbatch(lambda _: None).analysis.fingerprint == found.analysis.fingerprint
+    report = verify(autoshard.compile(Encoder(), found).program, Encoder(), (), inputs)
+    assert report.ok, report.worst()

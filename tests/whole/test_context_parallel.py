@@ -12,6 +12,7 @@ from planned import planned, program
 
 from autoshard.api import compile_analysed
 from autoshard.errors import UsageError
+from autoshard.ir.placement import Shard
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Pipeline
 from autoshard.verify.static import verify_static
@@ -40,6 +41,22 @@ def test_equal_to_eager(name: str, mesh: str) -> None:
     rows = {op for op in ops_of(found) if op.startswith("autoshard.sdpa_rows")}
     assert len(rows) == (2 if (name, mesh) in CAUSAL else 0)
     errors = compare_step(found, *family(name).make())
+    assert max(errors.values()) < RTOL
+    report = verify_static(found)
+    assert report.ok and not report.uncovered
+
+
+def test_chunks_of_a_scan_are_divided() -> None:
+    """Ranks work on chunks of their own; states of chunks pass on."""
+    found = program("mamba2-long", "cp=4", "h100-dgx")
+    products = [
+        isinstance(segment.layouts[node.name][0], Shard)
+        for segment in found.lowered.segments.values()
+        for node in segment.graph.nodes
+        if node.op == "aten.bmm.default"
+    ]
+    assert sum(products) > len(products) / 2  # others are small
+    errors = compare_step(found, *family("mamba2-long").make())
     assert max(errors.values()) < RTOL
     report = verify_static(found)
     assert report.ok and not report.uncovered
