@@ -252,7 +252,7 @@ class Encoder(nn.Module):
 
 
 def test_the_batch_does_not_decide_what_runs_in_tiles() -> None:
-    """A plan of microbatches was for another graph than its program: masks were small beside a larger batch."""
+    """A plan of microbatches was for another graph than its program, as masks were larger beside a batch."""
     torch.manual_seed(0)
     inputs = {"x": torch.randn(4, 32, 16), "padded": torch.arange(32).expand(4, -1) > 20}
     asked: dict[str, Any] = {"cluster": "cpu-gloo", "microbatches": 2, "tile_rows": ROWS}
