@@ -7,7 +7,7 @@ as it was. Attention, cross-entropy and dropout stay whole (see ``autoshard.ops`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ from autoshard.capture.repeats import NotApart, NotRepeated, Repeats, find_group
 from autoshard.capture.trace import NeedsValuesError, trace
 from autoshard.capture.traced_function import Differentiate, Function
 from autoshard.errors import CaptureError
-from autoshard.ir import Joint, Port
+from autoshard.ir import Joint, Port, refs_of
 
 
 def capture(
@@ -234,7 +234,7 @@ class _Task:
         watch.constants += imported.sources
         return Joint(
             graph=imported.graph,
-            ports=imported.ports,
+            ports=_read(imported, function.unread),
             results=imported.results,
             in_tree=_dumped(inputs.spec, "arguments"),
             in_leaves=tuple(_described(leaf) for leaf in inputs.leaves),
@@ -257,6 +257,12 @@ def _of_bodies(joint: Joint, repeats: Repeats) -> Joint:
 
 def _type_of(tensor: torch.Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _read(imported: Imported, unread: Collection[str]) -> tuple[Port, ...]:
+    """Without the inputs that nothing was asked of, so that calls may differ in them."""
+    used = {r for n in imported.graph.nodes for r in refs_of(n)} | {r.value for r in imported.results}
+    return tuple(p for p in imported.ports if p.kind != "input" or p.target not in unread or p.name in used)
 
 
 def _described(leaf: Leaf) -> tuple[str, str]:

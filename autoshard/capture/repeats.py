@@ -226,7 +226,10 @@ class Repeats:
         self, module: nn.Module, group: SiblingGroup, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            assert self.lifter is not None
+            unread = dict(self.lifter.unread)
             key = _signature(group, args, kwargs)
+            self.lifter.unread = unread  # the layer's body says what it reads
             if ambient_modes() != self.modes:
                 raise NotRepeated("a layer runs under modes (autocast, no_grad) that the model does not")
             if self.tracing:
@@ -273,6 +276,7 @@ class Repeats:
             else self._parameter_or_buffer(module, port.target)
             for port in (body.feeds[k] for k in passed)
         ]
+        self.lifter.reads(tensors)
         trained = {k for k, _ in body.grads}
         grads = tuple(position for position, k in enumerate(passed) if k in trained)
         made = [leaf for leaf in known.outs if isinstance(leaf, torch.Tensor)]

@@ -65,6 +65,8 @@ class Function:
         self.out_leaves: list[Leaf] = []
         #: see `Lifter`
         self.like_queries = False
+        #: targets of inputs that nothing was asked of: they may be any others
+        self.unread: frozenset[str] = frozenset()
         self.replaced: set[int] = set()
         self.raising: set[tuple[int, int]] = set()
         #: whether chosen rows are slots of experts
@@ -98,17 +100,30 @@ class Function:
             }
             args, kwargs = self._arguments(tensors[split:], known)
             lifter = Lifter(tensors[-1], like_queries=self.like_queries)
+            lifter.unread = self._inputs_by_identity(args, kwargs)
             watched = nullcontext() if self.watch is None else self.watch.running()
             asked_grad = None if self.watch is None else self.watch.note_grad_mode
             with lifting(lifter, self.recorder.at, asked_grad), watched:
                 if self.repeats is not None:
                     self.repeats.begin(lifter, uncast)
                 output = call_model(self.model, args, kwargs)
+            self.unread = frozenset(lifter.unread.values())
             tracing.mark(COPY)
             self._write_back(tensors, state)
             if self.watch is not None:
                 self.watch.finish_run()
             return self._outputs(output)
+
+    def _inputs_by_identity(self, args: Any, kwargs: Any) -> dict[int, str]:
+        """Tensors of the call -> the targets of their ports."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        if len(leaves) != len(self.inputs.leaves):
+            return {}
+        return {
+            id(x): self.inputs.arguments[leaf.position][1]
+            for x, leaf in zip(leaves, self.inputs.leaves, strict=True)
+            if leaf.position >= 0
+        }
 
     def _arguments(self, tensors: Sequence[torch.Tensor], known: KnownValues) -> tuple[Any, Any]:
         """The call with copies of all inputs, so that the model may change them in place."""

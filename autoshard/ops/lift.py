@@ -50,6 +50,16 @@ class Lifter:
     def __init__(self, seed: torch.Tensor, *, like_queries: bool = False) -> None:
         self.seed, self.like_queries = seed, like_queries
         self.sites = 0
+        #: by identity: tensors of the call that nothing was asked of yet, and what they are
+        self.unread: dict[int, str] = {}
+
+    def reads(self, given: object) -> None:
+        """Arguments of a function."""
+        for value in given if isinstance(given, tuple | list) else (given,):
+            if isinstance(value, tuple | list):
+                self.reads(value)
+            elif isinstance(value, torch.Tensor):
+                self.unread.pop(id(value), None)
 
     def table(self) -> dict[Function, Function]:
         """What to call in place of what; signatures are those of torch."""
@@ -244,7 +254,7 @@ class LiftMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._asked_grad = asked_grad
-        self._table = lifter.table()
+        self._lifter, self._table = lifter, lifter.table()
         self._at = at
         self._around = torch.is_autocast_enabled("cuda")
 
@@ -264,6 +274,8 @@ class LiftMode(TorchFunctionMode):
         if refuses_gradients(func, frame):
             return False
         kwargs = kwargs or {}
+        if self._lifter.unread:
+            self._lifter.reads((args, tuple(kwargs.values())))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return self._table.get(func, func)(*args, **kwargs)

@@ -99,7 +99,7 @@ def example_of(signature: Signature) -> Inputs | None:
             type_ = types[position]
             leaves.append(torch.empty(type_.shape, dtype=torch_dtype(type_.dtype), device="meta"))
         else:
-            return None
+            leaves.append(torch.empty(0, device="meta"))  # nothing is asked of it
     args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(signature.in_tree))
     return args, kwargs
 
