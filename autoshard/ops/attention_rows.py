@@ -142,7 +142,7 @@ def _spans(documents: torch.Tensor) -> list[tuple[slice, Sequence[tuple[int, int
 
     documents [b or 1, t]: the number of each position's.
     """
-    change = documents[:, 1:] - documents[:, :-1]
+    change = documents[:, 1:].long() - documents[:, :-1].long()
     host = torch.cat((change.amin(-1, keepdim=True), change), -1).cpu() if change.numel() else None
     if host is not None and bool((host[:, 0] < 0).any()):
         return None

@@ -186,7 +186,7 @@ class MaskReader:
 
     def _added(self, node: Node, uses: Sequence[Place]) -> Band | None:
         """Of numbers to add: where they are zero. All others are the lowest."""
-        if node.op == "aten.add.Tensor" and len(uses) == 2:
+        if node.op == "aten.add.Tensor" and len(uses) == 2 and not node.kwargs:
             return self._both(uses)
         if node.op == "aten.masked_fill.Scalar" and _lowest(node.args[2], self.type_of(uses[0])):
             rest, hidden = self._band(uses[0]), self._band(uses[1], shown=False)

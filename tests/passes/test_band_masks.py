@@ -234,7 +234,7 @@ def keys_of(kind: str, length: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         keys[1, ..., -50:] = False
         return keys, keys.expand(2, 1, length, length)
     drawn = torch.rand(2, 1, 1, length)
-    numbers = (drawn < 0.05).cumsum(-1) if kind == "documents" else (drawn * 3).long()
+    numbers = (drawn < 0.05).cumsum(-1) if kind == "documents" else (drawn * 3).to(torch.uint8)
     return numbers, numbers == numbers.transpose(2, 3)
 
 
