@@ -320,9 +320,14 @@ class MaskReader:
         if len(uses) != 3 or not self._same_size(place, uses[0]):
             return False
         given, numbers = self.type_of(uses[0]).shape, [self._numbers(u) for u in uses[1:]]
-        return len(given) == 2 and all(
-            n is not None and torch.equal(n.reshape(-1), torch.arange(size))
-            for n, size in zip(numbers, given, strict=True)
+        dims = [-k for n in numbers if n is not None for k in range(n.dim(), 0, -1) if n.shape[-k] > 1]
+        return (
+            len(given) == 2
+            and dims == sorted(dims)
+            and all(
+                n is not None and torch.equal(n.reshape(-1), torch.arange(size))
+                for n, size in zip(numbers, given, strict=True)
+            )
         )
 
     def _numbers(self, place: Place) -> torch.Tensor | None:

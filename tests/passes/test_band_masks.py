@@ -104,6 +104,9 @@ LEFT: dict[str, How] = {
     "documents told apart by less": lambda q, k, pad, n: (
         (n[:, None, None] <= n[:, None, :, None]) & _equal((torch.diff(n, prepend=n[:, :1]) < 0).cumsum(-1))
     ),
+    "documents laid out by place": lambda q, k, pad, n: _equal(
+        n[torch.arange(4), torch.arange(LENGTH)[:, None]].reshape(4, LENGTH)
+    ),
     "documents and padding": lambda q, k, pad, n: (k <= q) & _equal(n) & pad,
     "documents by head": lambda q, k, pad, n: _equal(n[:2]).transpose(0, 1),
     "unlike numbers": lambda q, k, pad, n: (n[:, :, None] == n[:, None, :] + 1)[:, None] | (q == k),
