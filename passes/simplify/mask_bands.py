@@ -7,7 +7,7 @@ equal numbers of key and query; positions that begin anew in each of them are pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -159,15 +159,14 @@ class MaskReader:
             return None if shown else self._both(uses, shown=False)
         if op in _NOT:
             return self._band(uses[0], not shown)
-        if op == _CAST:
-            return self._triangle(uses[0], shown, lambda n: n != 0)
         name, _, kind = op.removeprefix("aten.").partition(".")
         if name in _OPPOSITE:
             name = name if shown else _OPPOSITE[name]
             if kind == "Scalar":
                 return self._apart(name, uses[0], node.args[1], type_.shape)
-            return self._compared(name, uses, type_.shape) if len(uses) == 2 else None
-        return self._triangle(place, shown, bool)
+            return self._compared(name, uses, type_.shape)
+        triangle = self._triangle(place)
+        return _triangle(triangle[0], shown) if triangle and triangle[1] else None
 
     def _all_true(self, place: Place, type_: TensorType) -> bool:
         if type_.dtype != "bool" or min(type_.shape[-2:], default=1) > 1:
@@ -211,40 +210,47 @@ class MaskReader:
         if node is None:
             return None
         if node.op in (*_SAME, *_VIEWS, _CAST):
-            return self._filled(self._uses(place, node)[0])
-        number = _MADE_OF.get(node.op)
-        value = None if number is None else node.args[number]
-        return value if isinstance(value, int | float) else None
+            value = self._filled(self._uses(place, node)[0])
+            return None if value is None else _as(value, self.type_of(place))
+        found = node.args[_MADE_OF[node.op]] if node.op in _MADE_OF else None
+        return _as(found, self.type_of(place)) if isinstance(found, int | float) else None
 
-    def _triangle(self, place: Place, shown: bool, holds: Callable[[float], bool]) -> Band | None:
-        """Of a triangle of one number, the elements of which are then true or false, and false elsewhere."""
+    def _triangle(self, place: Place) -> tuple[Node, float] | None:
+        """What makes a triangle of one number, and the number; all other elements are zero."""
         node = self._node(place)
         if node is None:
             return None
-        if node.op in (*_SAME, *_VIEWS, _CAST):
-            source = self._uses(place, node)[0]
-            same = self.type_of(source).shape[-2:] == self.type_of(place).shape[-2:]
-            return self._triangle(source, shown, holds) if same else None
-        if node.op not in _TRIANGLES:
+        source = next(iter(self._uses(place, node)), None)
+        if source is None:
             return None
-        value = self._filled(self._uses(place, node)[0])
-        return None if value is None or not holds(value) else _triangle(node, shown)
+        if node.op in (*_SAME, *_VIEWS, _CAST):
+            found = self._triangle(source)
+            same = self.type_of(source).shape[-2:] == self.type_of(place).shape[-2:]
+            return (found[0], _as(found[1], self.type_of(place))) if found and same else None
+        value = self._filled(source) if node.op in _TRIANGLES else None
+        return None if value is None else (node, value)
 
     # -- comparisons -----------------------------------------------------------------------------------
 
-    def _compared(self, name: str, uses: Sequence[Place], shape: tuple[int, ...]) -> Band | None:
-        """A comparison of numbers of keys [.., 1, t] with those of queries [.., s, 1]."""
-        rows = [self._row(u, shape) for u in uses]
-        first, second = rows
+    def _rows(self, uses: Sequence[Place], shape: tuple[int, ...]) -> tuple[_Row, _Row] | None:
+        """Numbers of keys [.., 1, t] and of queries [.., s, 1] that can be compared, in their order."""
+        if len(uses) != 2:
+            return None
+        first, second = (self._row(u, shape) for u in uses)
         if first is None or second is None or first.side == second.side or first.source != second.source:
             return None
-        if first.source is not None and len({self.type_of(u).shape[:-2] for u in uses}) > 1:
+        alike = first.source is None or len({self.type_of(u).shape[:-2] for u in uses}) == 1
+        return (first, second) if alike else None
+
+    def _compared(self, name: str, uses: Sequence[Place], shape: tuple[int, ...]) -> Band | None:
+        """A comparison of numbers of keys with those of queries."""
+        rows = self._rows(uses, shape)
+        if rows is None:
             return None
+        first, second = rows
         if name == "eq" and first.source is not None and first.plus == second.plus:
             return Band(documents=frozenset((first.source,)))
-        if name not in _COMPARED:
-            return None
-        return _banded(first, second, *_COMPARED[name])
+        return _banded(first, second, *_COMPARED[name]) if name in _COMPARED else None
 
     def _apart(self, name: str, place: Place, limit: object, shape: tuple[int, ...]) -> Band | None:
         """A comparison of a difference of keys' and queries' numbers, or of its size, with a number."""
@@ -255,22 +261,13 @@ class MaskReader:
         if size:
             place = self._uses(place, node)[0]
             node = self._node(place)
-        if node is None or node.op != "aten.sub.Tensor" or "alpha" in dict(node.kwargs):
+        if node is None or node.op != "aten.sub.Tensor" or node.kwargs:
             return None
-        uses = self._uses(place, node)
-        rows = [self._row(u, shape) for u in uses]
-        if len(rows) != 2 or None in rows:
-            return None
-        first, second = rows
-        assert first is not None and second is not None
-        if first.side == second.side or first.source != second.source:
-            return None
-        if first.source is not None and len({self.type_of(u).shape[:-2] for u in uses}) > 1:
-            return None
+        rows = self._rows(self._uses(place, node), shape)
         lower, upper = (None if n is None else n + limit for n in _COMPARED[name])
-        if size and upper is None:
+        if rows is None or (size and upper is None):
             return None
-        return _banded(first, second, -upper if size and upper is not None else lower, upper)
+        return _banded(*rows, -upper if size and upper is not None else lower, upper)
 
     def _row(self, place: Place, shape: tuple[int, ...]) -> _Row | None:
         """Numbers of keys or of queries of a mask of this shape."""
@@ -288,10 +285,7 @@ class MaskReader:
             first = int(flat[0])
             counted = torch.equal(flat, torch.arange(first, first + len(flat)))
             return _Row(side, None, first) if counted else None
-        found = self._source(place)
-        if found is None:
-            return None
-        source, plus = found
+        source, plus = self._source(place)
         given = self.type_of(source)
         fits = len(given.shape) == 2 and given.shape[1] == max(own[-2:]) and given.numel == type_.numel
         return _Row(side, source, plus) if fits and shape[-1] == shape[-2] else None
@@ -357,7 +351,10 @@ class MaskReader:
         node = self._node(place)
         if node is None or node.op != "aten.sub.Tensor" or node.kwargs:
             return None
-        here, before = (self._shifted(u) for u in self._uses(place, node))
+        uses = self._uses(place, node)
+        if len(uses) != 2:
+            return None
+        here, before = (self._shifted(u) for u in uses)
         fits = here[0] == before[0] and (here[1], before[1]) == (0, -1) and max(here[2], before[2]) <= 1
         return here[0] if fits else None
 
@@ -405,6 +402,12 @@ def _banded(first: _Row, second: _Row, lower: int | None, upper: int | None) -> 
     if first.source is None:
         return Band(bounds)
     return Band(by_number=frozenset(((first.source, bounds),)))
+
+
+def _as(value: float, type_: TensorType) -> float:
+    """A number in a type: with what casts leave of it."""
+    number: float = torch.tensor(value, dtype=torch.float64).to(getattr(torch, DTYPES[type_.dtype][0])).item()
+    return number
 
 
 def _lowest(value: object, type_: TensorType) -> bool:

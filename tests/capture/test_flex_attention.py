@@ -111,13 +111,13 @@ CASES: dict[str, tuple[dict[str, Any], tuple[bool, int, str] | None]] = {
 }
 
 
-def given() -> dict[str, torch.Tensor]:
+def batch() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     numbers = (torch.rand(4, LENGTH) < 0.05).cumsum(1)
     return {"x": torch.randn(4, LENGTH, 32, dtype=torch.float64), "numbers": numbers}
 
 
-def made(options: dict[str, Any], call: Callable[..., Any] = flex_attention) -> nn.Module:
+def built(options: dict[str, Any], call: Callable[..., Any] = flex_attention) -> nn.Module:
     torch.manual_seed(1)
     return Attending(**options, call=call).double()
 
@@ -136,7 +136,7 @@ def told(folded: Folded) -> set[tuple[bool, int, str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_masks_become_what_the_attention_is_told(name: str) -> None:
     options, wanted = CASES[name]
-    folded = analyse(capture(made(options), (), given())).folded
+    folded = analyse(capture(built(options), (), batch())).folded
     assert told(folded) == ({wanted} if wanted else set())
 
 
@@ -145,26 +145,26 @@ def test_masks_become_what_the_attention_is_told(name: str) -> None:
 )
 def test_equal_to_what_it_stands_for(name: str, mesh: str) -> None:
     options, _ = CASES[name]
-    batch, model = given(), made(options)
-    planned = autoshard.plan(model, mesh, example_inputs=batch, cluster="h100-dgx")
+    inputs, model = batch(), built(options)
+    planned = autoshard.plan(model, mesh, example_inputs=inputs, cluster="h100-dgx")
     program = autoshard.compile(model, planned).program
-    report = verify(program, made(options, plainly), (), batch, steps=2)
+    report = verify(program, built(options, plainly), (), inputs, steps=2)
     assert report.ok, report.worst()
     assert verify_static(program).ok
 
 
 def test_compiled_attention_is_the_same() -> None:
-    folded = analyse(capture(made({"masks": (causal,)}, torch.compile(flex_attention)), (), given())).folded
+    folded = analyse(capture(built({"masks": (causal,)}, torch.compile(flex_attention)), (), batch())).folded
     assert told(folded) == {(True, 0, "")}
 
 
 def test_statistics_are_refused() -> None:
     with pytest.raises(CaptureError, match="more than its output") as raised:
-        capture(made({"return_lse": True}), (), given())
+        capture(built({"return_lse": True}), (), batch())
     assert "return_lse" in str(raised.value)
 
 
-class Given(nn.Module):
+class TakesBlockMask(nn.Module):
     def forward(self, x: torch.Tensor, block_mask: Any) -> torch.Tensor:
         return flex_attention(x, x, x, block_mask=block_mask).square().mean()
 
@@ -173,12 +173,12 @@ def test_a_block_mask_as_argument_is_refused() -> None:
     """What its function reads would be that of the capture in every call."""
     mask = create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu")
     with pytest.raises(CaptureError, match="block_mask is a BlockMask"):
-        capture(Given(), (), {"x": torch.randn(2, 2, LENGTH, 8), "block_mask": mask})
+        capture(TakesBlockMask(), (), {"x": torch.randn(2, 2, LENGTH, 8), "block_mask": mask})
 
 
 def test_eager_that_does_not_run_here_is_said() -> None:
     """FlexAttention has no gradients on CPUs."""
-    batch, model = given(), made({"masks": (causal,)})
-    planned = autoshard.plan(model, "tp=2", example_inputs=batch, cluster="cpu-gloo")
+    inputs, model = batch(), built({"masks": (causal,)})
+    planned = autoshard.plan(model, "tp=2", example_inputs=inputs, cluster="cpu-gloo")
     with pytest.raises(UsageError, match="does not run on this machine"):
-        verify(autoshard.compile(model, planned).program, model, (), batch)
+        verify(autoshard.compile(model, planned).program, model, (), inputs)

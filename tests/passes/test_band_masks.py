@@ -104,6 +104,12 @@ LEFT: dict[str, How] = {
     "documents told apart by less": lambda q, k, pad, n: (
         (n[:, None, None] <= n[:, None, :, None]) & _equal((torch.diff(n, prepend=n[:, :1]) < 0).cumsum(-1))
     ),
+    "documents of a difference to a number": lambda q, k, pad, n: (
+        (n[:, None, None] <= n[:, None, :, None]) & _equal((n - 3 != 1).cumsum(-1))
+    ),
+    "a triangle of what a cast loses": lambda q, k, pad, n: (
+        torch.full((LENGTH, LENGTH), 0.5).tril().int().bool()
+    ),
     "documents laid out by place": lambda q, k, pad, n: _equal(
         n[torch.arange(4), torch.arange(LENGTH)[:, None]].reshape(4, LENGTH)
     ),
