@@ -17,6 +17,6 @@ if not (find_spec("peft") and find_spec("accelerate")):
 
 def test_guides_run_as_they_stand(tmp_path: Path) -> None:
     build("Llama").save_pretrained(tmp_path / "path" / "to" / "model")
-    guides = sampled(["weights", "peft", "checkpoints", "precision", "training_features", "trainer"], 3)
+    guides = sampled(["weights", "peft", "checkpoints", "precision", "training_features", "trainer"], 6)
     said = run_ranks([str(HERE / "guide_worker.py"), str(tmp_path), *guides])
     assert said.count("ok ") == len(guides), said
