@@ -158,6 +158,17 @@ def _gemma3() -> nn.Module:
     )
 
 
+def _gemma2() -> nn.Module:
+    """Its attention has a soft cap, and a window in every second layer."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48}
+    caps = {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1}
+    return Gemma2ForCausalLM(
+        Gemma2Config(num_hidden_layers=4, vocab_size=96, head_dim=8, sliding_window=100, **sizes, **caps)
+    )
+
+
 def _modernbert() -> nn.Module:
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
@@ -259,6 +270,7 @@ LONG: tuple[Family, ...] = (
     Family("llama-packed", lambda: _uncached(_llama), _packed(96, batch=4, seq=512)),
     Family("mistral-window-packed", lambda: _uncached(_mistral), _packed(96, batch=4, seq=512, longest=400)),
     Family("gemma3-windows-packed", lambda: _uncached(_gemma3), _packed(96, batch=4, seq=512, longest=400)),
+    Family("gemma2-packed", lambda: _uncached(_gemma2), _packed(96, batch=4, seq=512, longest=400)),
     Family("modernbert-padded", _modernbert, _tokens(96, mask=True, batch=4, seq=512)),
     Family("mamba2-long", lambda: _uncached(_mamba2), _tokens(96, batch=2, seq=256)),
     Family("mixtral-long", _mixtral, _tokens(96, batch=2, seq=512)),

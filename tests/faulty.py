@@ -44,7 +44,7 @@ def good(name: str) -> Program:
     if name == "context":
         return flat("llama-long", "cp=4", "h100-dgx")
     if name == "documents":
-        return flat("mistral-window-packed", "cp=4", "h100-dgx")
+        return flat("gemma2-packed", "cp=4", "h100-dgx")
     if name == "tiles":
         model, inputs = family("llama").make()
         found = analyse(capture(model, (), inputs), tile_rows=5)

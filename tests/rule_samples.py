@@ -738,9 +738,11 @@ def _attention(m: Make) -> Iterator[OpSample]:
             yield OpSample("autoshard.sdpa_backward.default", args)
     q, k, v = m.real(4, 3, 8, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
     for mask, window, causal in _bands(m):
-        yield OpSample("autoshard.sdpa.default", (q, k, v, mask, causal, 0.5, window))
-        out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5, window)
-        args = (torch.randn_like(out), q, k, v, out, lse, mask, causal, 0.5, window)
+        softcap = 0.0 if mask is None else 0.7
+        told = (mask, causal, 0.5, window, softcap)
+        yield OpSample("autoshard.sdpa.default", (q, k, v, *told))
+        out, lse = torch.ops.autoshard.sdpa(q, k, v, *told)
+        args = (torch.randn_like(out), q, k, v, out, lse, *told)
         yield OpSample("autoshard.sdpa_backward.default", args)
 
 
@@ -758,7 +760,7 @@ def _attention_of_rows(m: Make) -> Iterator[OpSample]:
     for rows, start, zigzag in ((2, 2, False), (4, 2, True), (8, 0, True)):
         q, k, v = m.real(4, 3, rows, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
         for band in [b for b in _bands(m) if b[0] is None or len(b[0]) == 4][::2]:
-            rest = (0.5, start, zigzag, *band)
+            rest = (0.5, start, zigzag, *band, 0.7 if band[1] else 0.0)
             yield OpSample("autoshard.sdpa_rows.default", (q, k, v, *rest))
             out, lse = torch.ops.autoshard.sdpa_rows(q, k, v, *rest)
             args = (torch.randn_like(out), q, k, v, out, lse, *rest)

@@ -1,4 +1,6 @@
-"""Attention as one op: softmax(q k^T * scale + mask) v with its log-sum-exp, and its gradient.
+"""Attention as one op: softmax(cap(q k^T * scale) + mask) v with its log-sum-exp, and its gradient.
+
+With a ``softcap`` c, cap(x) = c tanh(x / c) (Gemma Team, "Gemma 2", 2024, section 2); 0: cap(x) = x.
 
 A mask (True: attend) may be one of keys alone, [.., 1, t]. If that is of whole numbers, they number the
 documents that lie in one sequence (s = t), and a query attends to the keys of its own. With a ``window`` w a
@@ -17,6 +19,8 @@ import torch
 from autoshard.torch_adapters.op_library import define
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: scores that are written out at a time, on a CPU and on a GPU, and rows of them at least
+_SCORES, _SCORES_GPU, _FEWEST = 1 << 20, 1 << 25, 16
 
 
 def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
@@ -50,10 +54,23 @@ def _float_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    *,
+    slopes: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(scores [b, h, s, t], with ``slopes`` by what their gradients are multiplied on the way to q k^T)."""
     wide = _wide(q.dtype)
     scores = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
+    slope: torch.Tensor | None = None
+    if softcap:
+        scores.div_(softcap).tanh_()
+        slope = 1 - scores.square() if slopes else None
+        scores *= softcap
     if mask is not None:
         added = _float_mask(mask, wide)
         assert added is not None
@@ -62,7 +79,7 @@ def _scores(
         s, t = scores.shape[-2:]
         above = torch.ones((s, t), dtype=torch.bool, device=q.device).triu_(1)
         scores.masked_fill_(above, float("-inf"))
-    return scores
+    return scores, slope
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -72,10 +89,16 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def sdpa_math(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention written out, for any device and shape, in fp32 (f64 for f64 inputs)."""
-    scores = _scores(q, k, mask, causal, scale)
+    scores, _ = _scores(q, k, mask, causal, scale, softcap)
     lse = torch.logsumexp(scores, -1)
     out = _weights(scores, lse) @ v.to(scores.dtype)
     return in_bshd(out.to(q.dtype)), lse
@@ -91,15 +114,18 @@ def sdpa_math_backward(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    softcap: float = 0.0,
 ) -> Gradients:
     """Gradients of q, k, v, written out."""
-    scores = _scores(q, k, mask, causal, scale)
+    scores, slope = _scores(q, k, mask, causal, scale, softcap, slopes=True)
     weights, wide = _weights(scores, lse.to(scores.dtype)), scores.dtype
     g = grad.to(wide)
     grad_v = weights.transpose(-1, -2) @ g
     inner = g @ v.to(wide).transpose(-1, -2)
     inner -= (g * out.to(wide)).sum(-1, keepdim=True)
     inner *= weights
+    if slope is not None:
+        inner *= slope
     grad_q = (inner @ k.to(wide)) * scale
     grad_k = (inner.transpose(-1, -2) @ q.to(wide)) * scale
     return in_bshd(grad_q.to(q.dtype)), in_bshd(grad_k.to(k.dtype)), in_bshd(grad_v.to(v.dtype))
@@ -112,6 +138,20 @@ def documents_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.reshape(-1, mask.shape[-1])
 
 
+def most_rows(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Rows whose scores are written out at a time where no kernel knows soft caps."""
+    scores = _SCORES_GPU if q.is_cuda else _SCORES
+    return max(_FEWEST, scores // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+
+
+def _needs_rows(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, window: int, softcap: float
+) -> bool:
+    """Whether some rows at a time are computed (`ops.attention_rows`)."""
+    many = softcap > 0 and q.shape[2] > most_rows(q, k)
+    return many or window > 0 or documents_of(mask) is not None
+
+
 def _by_rows(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -120,10 +160,11 @@ def _by_rows(
     causal: bool,
     scale: float,
     window: int,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some rows at a time, with the keys in their reach (`ops.attention_rows`)."""
+    """Some rows at a time, with the keys in their reach."""
     result: tuple[torch.Tensor, torch.Tensor] = torch.ops.autoshard.sdpa_rows(
-        q, k, v, scale, 0, False, mask, window, causal
+        q, k, v, scale, 0, False, mask, window, causal, softcap
     )
     return result
 
@@ -139,9 +180,10 @@ def _by_rows_backward(
     causal: bool,
     scale: float,
     window: int,
+    softcap: float,
 ) -> Gradients:
     result: Gradients = torch.ops.autoshard.sdpa_rows_backward(
-        grad, q, k, v, out, lse, scale, 0, False, mask, window, causal
+        grad, q, k, v, out, lse, scale, 0, False, mask, window, causal, softcap
     )
     return result
 
@@ -163,11 +205,12 @@ def _sdpa_cpu(
     causal: bool,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if window or documents_of(mask) is not None:
-        return _by_rows(q, k, v, mask, causal, scale, window)
-    if not _cpu_kernel_fits(q, k, v, mask):
-        return sdpa_math(q, k, v, mask, causal, scale)
+    if _needs_rows(q, k, mask, window, softcap):
+        return _by_rows(q, k, v, mask, causal, scale, window, softcap)
+    if softcap or not _cpu_kernel_fits(q, k, v, mask):
+        return sdpa_math(q, k, v, mask, causal, scale, softcap)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
@@ -185,11 +228,12 @@ def _sdpa_backward_cpu(
     causal: bool,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Gradients:
-    if window or documents_of(mask) is not None:
-        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window)
-    if not _cpu_kernel_fits(q, k, v, mask):
-        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
+    if _needs_rows(q, k, mask, window, softcap):
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+    if softcap or not _cpu_kernel_fits(q, k, v, mask):
+        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
@@ -249,9 +293,10 @@ def _sdpa_cuda(
     causal: bool,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = _dense(q), _dense(k), _dense(v)
-    if window and _flash_fits(q, k, v, mask, causal):
+    if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (q, k, v))
         found = torch.ops.aten._flash_attention_forward(
             *by_position,
@@ -260,8 +305,10 @@ def _sdpa_cuda(
             **_reach(window, causal),
         )
         return in_bshd(found[0].transpose(1, 2)), found[1][..., : q.shape[2]].contiguous()
-    if window or documents_of(mask) is not None:
-        return _by_rows(q, k, v, mask, causal, scale, window)
+    if _needs_rows(q, k, mask, window, softcap):
+        return _by_rows(q, k, v, mask, causal, scale, window, softcap)
+    if softcap:
+        return sdpa_math(q, k, v, mask, causal, scale, softcap)
     if _flash_fits(q, k, v, mask, causal):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return in_bshd(found[0]), found[1][..., : q.shape[2]].contiguous()
@@ -284,18 +331,21 @@ def _sdpa_backward_cuda(
     causal: bool,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Gradients:
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
     state = torch.zeros((2,), dtype=torch.int64, device=q.device)  # of the random numbers: none are drawn
-    if window and _flash_fits(q, k, v, mask, causal):
+    if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         sizes, none = (q.shape[2], k.shape[2]), (None, None)
         found = torch.ops.aten._flash_attention_backward(
             *by_position, lse, *none, *sizes, 0.0, causal, state, state, scale=scale, **_reach(window, causal)
         )
         grads = tuple(x.transpose(1, 2) for x in found)
-    elif window or documents_of(mask) is not None:
-        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window)
+    elif _needs_rows(q, k, mask, window, softcap):
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+    elif softcap:
+        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
     elif _flash_fits(q, k, v, mask, causal):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -345,6 +395,7 @@ def fake(
     causal: bool,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _by_positions(q, q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
 
@@ -360,12 +411,13 @@ def fake_backward(
     causal: bool,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Gradients:
     return _by_positions(q, q, q), _by_positions(k, k, k), _by_positions(v, v, v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, mask, ctx.causal, ctx.scale, ctx.window = inputs
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap = inputs
     ctx.save_for_backward(q, k, v, *output, *(() if mask is None else (mask,)))
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -373,18 +425,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _backward(ctx: Any, grad: torch.Tensor | None, grad_lse: object) -> tuple[Any, ...]:
     if grad is None:
-        return None, None, None, None, None, None, None
+        return (None,) * 8
     q, k, v, out, lse, *masks = ctx.saved_tensors
     mask = masks[0] if masks else None
     grads = torch.ops.autoshard.sdpa_backward(
-        grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window
+        grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap
     )
-    return (*grads, None, None, None, None)
+    return (*grads, None, None, None, None, None)
 
 
 define(
-    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0) "
-    "-> (Tensor, Tensor)",
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0, "
+    "float softcap=0.0) -> (Tensor, Tensor)",
     _sdpa_cpu,
     fake,
     cuda=_sdpa_cuda,
@@ -393,7 +445,7 @@ define(
 )
 define(
     "sdpa_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
-    "bool causal, float scale, int window=0) -> (Tensor, Tensor, Tensor)",
+    "bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
     _sdpa_backward_cpu,
     fake_backward,
     cuda=_sdpa_backward_cuda,

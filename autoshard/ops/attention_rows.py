@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from autoshard.ops.attention import Gradients, documents_of, fake, fake_backward, in_bshd
+from autoshard.ops.attention import Gradients, documents_of, fake, fake_backward, in_bshd, most_rows
 from autoshard.torch_adapters.op_library import define
 
 #: rows that are taken at a time where they need a mask: those of a window, at least and at most so many
@@ -29,10 +29,12 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class _Reach:
-    """Which keys a row attends to by its position. window: 0 for all. causal: none behind its own."""
+    """Which keys a row attends to by its position. window: 0 for all. causal: none behind its own. most: rows
+    at a time, 0 for any number."""
 
     window: int
     causal: bool
+    most: int = 0
 
     def mask(self, rows: range, keys: slice, device: torch.device) -> torch.Tensor:
         """[rows, keys], True: attend."""
@@ -90,26 +92,28 @@ class _Block:
         start, stop = max(begin, self.at), min(end, self.at + self.size)
         if start >= stop:
             return
-        if not reach.window:
-            rows = self._rows(start, stop)
-            if not reach.causal:
-                yield [_Tile(batch, rows, start, slice(begin, end))]
-                return
-            before = [_Tile(batch, rows, start, slice(begin, start))] if start > begin else []
-            yield [*before, _Tile(batch, rows, start, slice(start, stop), causal=True)]
-            return
-        step = min(max(reach.window, _FEWEST), _MOST)
+        step = min(max(reach.window, _FEWEST), _MOST) if reach.window else stop - start
+        step = min(step, reach.most or step)
         for at in range(start, stop, step):
             last = min(at + step, stop)
+            rows = self._rows(at, last)
+            if not reach.window and not reach.causal:
+                yield [_Tile(batch, rows, at, slice(begin, end))]
+                continue
+            if not reach.window:
+                before = [_Tile(batch, rows, at, slice(begin, at))] if at > begin else []
+                yield [*before, _Tile(batch, rows, at, slice(at, last), causal=True)]
+                continue
             keys = slice(
                 max(begin, at - reach.window + 1), last if reach.causal else min(end, last + reach.window - 1)
             )
-            yield [_Tile(batch, self._rows(at, last), at, keys, reach=reach)]
+            yield [_Tile(batch, rows, at, keys, reach=reach)]
 
     def compared(self, keys: int, reach: _Reach) -> Iterator[list[_Tile]]:
         """All of its rows, for a mask that compares the documents of rows and keys."""
-        for at in range(self.at, self.at + self.size, _MOST):
-            last = min(at + _MOST, self.at + self.size)
+        step = min(_MOST, reach.most or _MOST)
+        for at in range(self.at, self.at + self.size, step):
+            last = min(at + step, self.at + self.size)
             seen = slice(0, last if reach.causal else keys)
             yield [_Tile(_ALL, self._rows(at, last), at, seen, reach=reach, numbers=True)]
 
@@ -175,17 +179,19 @@ def sdpa_rows(
     mask: torch.Tensor | None = None,
     window: int = 0,
     causal: bool = True,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [b, h, s, e], log-sum-exp [b, h, s]) of rows that begin at position ``start`` of the sequence."""
     made: list[tuple[_Tile, torch.Tensor, torch.Tensor]] = []
-    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
+    reach = _Reach(window, causal, most_rows(q, k) if softcap else 0)
+    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, reach):
         parts = []
         for tile in tiles:
             hidden = _of_batch(tile.mask(mask, q.device), tile.batch)
             out, lse = torch.ops.autoshard.sdpa(
                 q[tile.batch, :, tile.rows],
                 *(x[tile.batch, :, tile.keys] for x in (k, v)),
-                *(hidden, tile.causal, scale),
+                *(hidden, tile.causal, scale, 0, softcap),
             )
             if hidden is not None and len(tiles) > 1:
                 lse = lse.masked_fill(tile.empty(hidden), float("-inf"))
@@ -218,18 +224,20 @@ def sdpa_rows_backward(
     mask: torch.Tensor | None = None,
     window: int = 0,
     causal: bool = True,
+    softcap: float = 0.0,
 ) -> Gradients:
     """Gradients of q, k, v of `sdpa_rows`; those of k and v are what these rows add to them."""
     grad_q, grad_k, grad_v = fake_backward(grad, q, k, v, out, lse, None, True, scale)
     for gradient in (grad_q, grad_k, grad_v):
         gradient.zero_()
-    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
+    reach = _Reach(window, causal, most_rows(q, k) if softcap else 0)
+    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, reach):
         for tile in tiles:
             rows, keys = (tile.batch, _ALL, tile.rows), (tile.batch, _ALL, tile.keys)
             # with the log-sum-exp of all keys, a part of them gets exactly its share
             added = torch.ops.autoshard.sdpa_backward(
                 *(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows].contiguous()),
-                *(_of_batch(tile.mask(mask, q.device), tile.batch), tile.causal, scale),
+                *(_of_batch(tile.mask(mask, q.device), tile.batch), tile.causal, scale, 0, softcap),
             )
             grad_q[rows] += added[0]
             grad_k[keys] += added[1]
@@ -247,6 +255,7 @@ def _fake_rows(
     mask: torch.Tensor | None = None,
     window: int = 0,
     causal: bool = True,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return fake(q, k, v, mask, causal, scale)
 
@@ -264,19 +273,21 @@ def _fake_rows_backward(
     mask: torch.Tensor | None = None,
     window: int = 0,
     causal: bool = True,
+    softcap: float = 0.0,
 ) -> Gradients:
     return fake_backward(grad, q, k, v, out, lse, mask, causal, scale)
 
 
 define(
     "sdpa_rows(Tensor q, Tensor k, Tensor v, float scale, int start, bool zigzag, Tensor? mask=None, "
-    "int window=0, bool causal=True) -> (Tensor, Tensor)",
+    "int window=0, bool causal=True, float softcap=0.0) -> (Tensor, Tensor)",
     sdpa_rows,
     _fake_rows,
 )
 define(
     "sdpa_rows_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, "
-    "int start, bool zigzag, Tensor? mask=None, int window=0, bool causal=True) -> (Tensor, Tensor, Tensor)",
+    "int start, bool zigzag, Tensor? mask=None, int window=0, bool causal=True, float softcap=0.0) "
+    "-> (Tensor, Tensor, Tensor)",
     sdpa_rows_backward,
     _fake_rows_backward,
 )

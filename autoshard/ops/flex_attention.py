@@ -1,4 +1,5 @@
-"""FlexAttention as the attention that it describes: its block mask as a mask, its score changes written out.
+"""FlexAttention as the attention that it describes: block masks as masks, soft caps as such, other changes of
+scores written out.
 
 `passes.simplify.band_masks` reads causal order, windows and documents from the mask, so that none is made.
 """
@@ -12,7 +13,7 @@ import torch
 
 from autoshard.errors import CaptureError
 from autoshard.ops.attention import repeat_heads
-from autoshard.torch_adapters.flex import change_of, mask_of
+from autoshard.torch_adapters.flex import change_of, mask_of, softcap_of
 
 
 class _Left:
@@ -40,9 +41,9 @@ def flex_attention(
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     mask = mask_of(block_mask, query.device)
-    change = change_of(score_mod)
-    if change is None:
-        out, _ = torch.ops.autoshard.sdpa(query, key, value, mask, False, scale)
+    change, softcap = change_of(score_mod), softcap_of(score_mod)
+    if change is None or softcap:
+        out, _ = torch.ops.autoshard.sdpa(query, key, value, mask, False, scale, 0, softcap)
         return out, _Left(), _Left()
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = change((query @ key.transpose(2, 3)).to(wide) * scale)

@@ -61,7 +61,8 @@ class Factored:
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
-        product is done, where not at that of its result. tile: of a call that runs others on some rows at a
+        product is done, where not at that of its result. slowdown: as many times as long as a kernel of its
+        name takes it. tile: of a call that runs others on some rows at a
         time, what these are on a rank.
     """
 
@@ -81,6 +82,7 @@ class Factored:
     recomputed: float = 0.0
     rate: str = ""
     tile: TileFn | None = None
+    slowdown: float = 1.0
 
     def exchanged(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
         """The axis (its number) over which a call with these layouts exchanges rows, or None."""

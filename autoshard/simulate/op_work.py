@@ -244,11 +244,11 @@ class Ops:
         backward = "backward" in node.op
         q, k = (self.shape(p) for p in (ins[1:3] if backward else ins[:2]))
         types = [TensorType(self.shape(p), p.type.dtype) for p in ins]
-        flop = attention.RULES[node.op](node, types).flops
+        rule = attention.RULES[node.op](node, types)
         moved = sum(self.nbytes(p) for p in (*ins, *outs))
         how = self.behaviour
-        sizes = (q[0] * q[1], q[2], k[2], q[3])
-        fused = Attention(*sizes, backward, dtype, flop, moved, how.attention_native, how.attention_reach)
+        sizes, reach = (q[0] * q[1], q[2], k[2], q[3]), how.attention_reach / rule.slowdown
+        fused = Attention(*sizes, backward, dtype, rule.flops, moved, how.attention_native, reach)
         if self.behaviour.attention == "flash":
             return [fused]
         return unfused(fused, DTYPES[dtype][1], self.behaviour)

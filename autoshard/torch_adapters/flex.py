@@ -7,6 +7,7 @@ Its module takes seconds to import, so it is looked up where a model's code has 
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -48,6 +49,24 @@ def mask_of(block_mask: Sequence[Any], device: torch.device) -> torch.Tensor | N
         return None
     mask: torch.Tensor = flex.create_mask(modification, *blocks.shape[:2], rows, keys, str(device))
     return mask
+
+
+def softcap_of(score_mod: Callable[..., torch.Tensor]) -> float:
+    """The c of a modification that makes c tanh(score / c), 0.0 of any other."""
+    try:
+        nodes = list(torch.fx.symbolic_trace(score_mod).graph.nodes)
+    except (torch.fx.proxy.TraceError, TypeError, RuntimeError, AttributeError):
+        return 0.0  # Python code that asks for values, or for more than scores have: it is no soft cap
+    score, *_, result = nodes
+    calls = [n for n in nodes if n.op not in ("placeholder", "output")]
+    if len(calls) != 3 or result.args[0] is not calls[-1]:
+        return 0.0
+    divided, curved, multiplied = calls
+    cap = next((a for a in multiplied.args if isinstance(a, int | float)), 0.0)
+    tanh = curved.target in (torch.tanh, "tanh") and curved.args == (divided,)
+    back = multiplied.target in (operator.mul, torch.mul) and curved in multiplied.args
+    down = divided.target in (operator.truediv, torch.div) and divided.args == (score, cap)
+    return float(cap) if tanh and back and down and cap > 0 else 0.0
 
 
 def change_of(score_mod: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor] | None:

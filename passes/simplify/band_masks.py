@@ -207,8 +207,10 @@ class _Writer:
 def _told(node: Node, keys: Arg, how: _Attended) -> Node:
     """Attention that is told which keys it attends to."""
     place = ATTENTION[node.op]
-    window = (how.window,) if how.window else ()
-    return replace(node, args=(*node.args[:place], keys, how.causal, *node.args[place + 2 :], *window))
+    scale, *rest = node.args[place + 2 :]
+    if rest or how.window:
+        rest[:1] = [how.window]
+    return replace(node, args=(*node.args[:place], keys, how.causal, scale, *rest))
 
 
 def _without_unused(folded: Folded) -> Folded:

@@ -40,6 +40,10 @@ def capped(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
     return 5 * torch.tanh(score / 5)
 
 
+def narrowed(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+    return 5 * torch.tanh(score / 4)
+
+
 def alibi(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
     return score + (k - q) * torch.exp2(-(h + 1) * 2.0)
 
@@ -97,15 +101,18 @@ def plainly(
     return torch.where(torch.isnan(shares), 0.0, shares) @ v
 
 
-#: arguments of `Attending` -> (causal, window, dtype of the mask of keys), None: scores are written out
-CASES: dict[str, tuple[dict[str, Any], tuple[bool, int, str] | None]] = {
+Told = tuple[bool, int, str] | tuple[bool, int, str, float]
+#: arguments of `Attending` -> (causal, window, dtype of the mask of keys, and a soft cap), None: scores
+#: are written out
+CASES: dict[str, tuple[dict[str, Any], Told | None]] = {
     "all": ({}, (False, 0, "")),
     "causal": ({"masks": (causal,)}, (True, 0, "")),
     "window": ({"masks": (causal, window)}, (True, 30, "")),
     "documents": ({"masks": (causal,), "documents": True}, (True, 0, "i64")),
     "documents both ways": ({"documents": True}, (False, 0, "i64")),
     "prefix": ({"masks": (prefix,)}, (False, 0, "bool")),
-    "capped": ({"masks": (causal,), "change": capped}, None),
+    "capped": ({"masks": (causal, window), "change": capped}, (True, 30, "", 5.0)),
+    "narrowed": ({"masks": (causal,), "change": narrowed}, None),
     "biased": ({"masks": (causal,), "change": alibi}, None),
     "hidden by scores": ({"change": hiding}, None),
 }
@@ -122,14 +129,14 @@ def built(options: dict[str, Any], call: Callable[..., Any] = flex_attention) ->
     return Attending(**options, call=call).double()
 
 
-def told(folded: Folded) -> set[tuple[bool, int, str]]:
-    found = set()
+def told(folded: Folded) -> set[Told]:
+    found: set[Told] = set()
     for graph in folded.segments.values():
         types = graph.types()
         for node in (n for n in graph.nodes if n.op == "autoshard.sdpa.default"):
             _, _, _, mask, told_causal, _, *width = node.args
             kind = types[mask.name].dtype if isinstance(mask, Ref) else ""
-            found.add((told_causal, width[0] if width else 0, kind))
+            found.add((told_causal, width[0] if width else 0, kind, *(c for c in width[1:] if c)))
     return found
 
 

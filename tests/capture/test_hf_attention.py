@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import autoshard
 from autoshard.capture.capture import capture
-from autoshard.capture.hf_attention import NAME
+from autoshard.capture.hf_attention import CAPPED, NAME
 from autoshard.planner.analysis import analyse
 from autoshard.program.program import Program
 from autoshard.verify.lockstep import needs_one_rank, verify
@@ -93,18 +93,50 @@ def test_shares_of_a_softmax_with_sinks_may_be_dropped() -> None:
     equal(compiled(model, inputs, "dp=2,tp=2"), model, inputs)
 
 
+def gemma2(cap: float = 0.5, dropout: float = 0.0) -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    caps = {"attn_logit_softcapping": cap, "query_pre_attn_scalar": 1, "attention_dropout": dropout}
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, **caps)).train()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=2,tp=2", {}),
+        ("cp=4", {}),
+        ("cp=2,tp=2", {}),
+        ("pp=2", {"microbatches": 2, "schedule": "seq1f1b"}),
+        ("pp=2,cp=2", {"microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_soft_caps_equal_those_written_out(mesh: str, options: dict[str, Any]) -> None:
+    """With windows in every second layer, and without masks of queries by keys."""
+    model, inputs = gemma2(), batch()
+    folded = analyse(capture(model, (), inputs)).folded
+    told = [n.args[3:] for g in folded.segments.values() for n in g.nodes if n.op == "autoshard.sdpa.default"]
+    assert {args[3:] for args in told} == {(0, 0.5), (8, 0.5)} and all(args[0] is None for args in told)
+    equal(compiled(model, inputs, mesh, **options), model, inputs)
+
+
+@pytest.mark.parametrize(("padded", "dropout"), [("both", 0.0), ("", 0.3)])
+def test_soft_caps_with_padding_or_dropout_are_written_out(padded: str, dropout: float) -> None:
+    """In eager mode gradients flow through scores that padding hides wherever it hides all of a row."""
+    model, inputs = gemma2(dropout=dropout), batch(padded)
+    equal(compiled(model, inputs, "dp=2,tp=2"), model, inputs)
+
+
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 def test_kernels_of_gpus_become_what_they_compute(name: str, kernel: str) -> None:
     """Not torch's attention, which knows neither sinks nor soft caps."""
-    torch.manual_seed(0)
-    caps = {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1}
-    model = gpt_oss() if name == "gpt_oss" else Gemma2ForCausalLM(Gemma2Config(**SIZES, **caps)).train()
+    model = gpt_oss() if name == "gpt_oss" else gemma2()
     inputs = batch()
     model.config._attn_implementation_internal = kernel
     program = compiled(model, inputs, "dp=1")
     assert model.config._attn_implementation == kernel
-    assert NAME not in ALL_ATTENTION_FUNCTIONS and NAME not in ALL_MASK_ATTENTION_FUNCTIONS
+    for ours in (NAME, CAPPED):
+        assert ours not in ALL_ATTENTION_FUNCTIONS and ours not in ALL_MASK_ATTENTION_FUNCTIONS
     # the kernel itself needs a GPU: it computes what the model's own code does
     model.config._attn_implementation_internal = "eager"
     equal(program, model, inputs)

@@ -10,7 +10,7 @@ from autoshard.program.program import Program
 from faults.edits import replaced, sites
 from faults.fault import Fault, Kind, rules
 
-#: programs with a sequence in a zigzag: causal alone, and with a window and documents
+#: programs with a sequence in a zigzag: causal alone, and with windows, documents and soft caps
 CONTEXT = ("context", "documents")
 DOCUMENTS = ("documents",)
 _SAID = rules("function", "arguments", "collective", "placement")
@@ -61,6 +61,16 @@ def wider_window(program: Program) -> Iterator[Fault]:
         )
 
 
+def another_cap(program: Program) -> Iterator[Fault]:
+    """Attention has a soft cap of half the height."""
+    for name, number, node in _rows(program):
+        softcap = node.args[_first(node) + 5]
+        assert isinstance(softcap, float)
+        yield Fault(
+            replaced(program, name, number, _told(node, softcap / 2, behind=5)), _SAID, (node.outs[0],)
+        )
+
+
 def unordered_keys(program: Program) -> Iterator[Fault]:
     """Parts of a sequence are cut or joined in the order of the ranks: keys and positions are in the wrong
     place."""
@@ -78,5 +88,6 @@ KINDS: dict[str, Kind] = {
     "rows without a zigzag": Kind(no_zigzag, CONTEXT),
     "documents taken for one": Kind(one_document, DOCUMENTS),
     "a wider window": Kind(wider_window, DOCUMENTS),
+    "another soft cap": Kind(another_cap, DOCUMENTS),
     "sequence in the order of ranks": Kind(unordered_keys, CONTEXT),
 }

@@ -250,9 +250,11 @@ def keys_of(kind: str, length: int) -> tuple[torch.Tensor | None, torch.Tensor]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["", "padded", "documents", "numbers that return"])
-@pytest.mark.parametrize(("length", "window"), [(300, 0), (300, 40), (700, 300)])
+@pytest.mark.parametrize(
+    ("length", "window", "softcap"), [(300, 0, 0.0), (300, 0, 2.0), (300, 40, 0.0), (700, 300, 2.0)]
+)
 def test_attention_in_numbers_is_that_with_a_mask(
-    device: str, causal: bool, kind: str, length: int, window: int
+    device: str, causal: bool, kind: str, length: int, window: int, softcap: float
 ) -> None:
     """In bf16, beside a mask of queries by keys in fp64."""
     torch.manual_seed(0)
@@ -265,27 +267,50 @@ def test_attention_in_numbers_is_that_with_a_mask(
         allowed = allowed & (apart.abs() < window)
     keys, allowed = None if keys is None else keys.to(device), allowed.to(device)
     ops = torch.ops.autoshard
-    out, lse = ops.sdpa(q, k, v, keys, causal, 0.25, window)
-    found = [out, *ops.sdpa_backward(grad, q, k, v, out, lse, keys, causal, 0.25, window)]
-    exact = [x.double() for x in (q, k, v, grad)]
-    expected, sums = sdpa_math(*exact[:3], allowed, False, 0.25)
-    wanted = [expected, *sdpa_math_backward(exact[3], *exact[:3], expected, sums, allowed, False, 0.25)]
+    told = keys, causal, 0.25, window, softcap
+    out, lse = ops.sdpa(q, k, v, *told)
+    found = [out, *ops.sdpa_backward(grad, q, k, v, out, lse, *told)]
+    *exact, upstream = (x.double() for x in (q, k, v, grad))
+    masked = allowed, False, 0.25, softcap
+    expected, sums = sdpa_math(*exact, *masked)
+    wanted = [expected, *sdpa_math_backward(upstream, *exact, expected, sums, *masked)]
     for ours, theirs in zip(found, wanted, strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
+
+
+def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float) -> torch.Tensor:
+    scores = cap * torch.tanh(q @ k.transpose(2, 3) * 0.25 / cap)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def test_soft_caps_are_those_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64, some rows at a time, with gradients by autograd."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("autoshard.ops.attention._SCORES", 3 * 2 * 50 * 17)
+    q, k, v = (torch.randn(2, 3, 50, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out, _ = torch.ops.autoshard.sdpa(q, k, v, None, True, 0.25, 0, 0.5)
+    wanted, grad = capped(q, k, v, 0.5), torch.randn_like(out)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(x, (q, k, v), grad) for x in (out, wanted))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("zigzag", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["", "padded", "documents", "numbers that return"])
-@pytest.mark.parametrize("window", [0, 30])
-def test_rows_of_a_divided_sequence(zigzag: bool, causal: bool, kind: str, window: int) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (30, 2.0)])
+def test_rows_of_a_divided_sequence(
+    zigzag: bool, causal: bool, kind: str, window: int, softcap: float
+) -> None:
     """Ranks with parts of the queries give together what one with all of them gives, in fp64."""
     torch.manual_seed(0)
     length, ops = 320, torch.ops.autoshard
     q, k, v, grad = (torch.randn(2, 3, length, 8, dtype=torch.float64) for _ in range(4))
     keys, _ = keys_of(kind, length)
-    out, lse = ops.sdpa(q, k, v, keys, causal, 0.25, window)
-    wanted = ops.sdpa_backward(grad, q, k, v, out, lse, keys, causal, 0.25, window)
+    out, lse = ops.sdpa(q, k, v, keys, causal, 0.25, window, softcap)
+    wanted = ops.sdpa_backward(grad, q, k, v, out, lse, keys, causal, 0.25, window, softcap)
     sums = [torch.zeros_like(x) for x in (k, v)]
     size = length // 8 if zigzag else length // 4
     for rank in range(4):
@@ -293,7 +318,7 @@ def test_rows_of_a_divided_sequence(zigzag: bool, causal: bool, kind: str, windo
         if zigzag:
             rows = torch.cat((rows, length - size - rank * size + torch.arange(size)))
         given = q[:, :, rows], k, v
-        told = 0.25, rank * size, zigzag, keys, window, causal
+        told = 0.25, rank * size, zigzag, keys, window, causal, softcap
         part, part_lse = ops.sdpa_rows(*given, *told)
         torch.testing.assert_close(part, out[:, :, rows])
         torch.testing.assert_close(part_lse, lse[:, :, rows])

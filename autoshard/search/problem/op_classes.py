@@ -77,6 +77,7 @@ class Kinds:
                     rule.kind,
                     rule.kernel,
                     rule.flops,
+                    rule.slowdown,
                     rule.rate,
                     rule.inputs,
                     rule.outputs,
