@@ -35,3 +35,12 @@ def to_out(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             return x.to(dtype)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b):  # type: ignore[no-untyped-def]
+    """a b in fp32, of fp32 without rounding to tf32."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")

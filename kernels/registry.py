@@ -16,7 +16,7 @@ from autoshard.kernels.launch import Prepared, prepare_of
 from autoshard.kernels.samples import Generator
 
 #: modules of this folder that have kernels
-MODULES = ("bucket", "norm", "norm_quant", "optim", "quant", "quant_reduce", "vocab_ce")
+MODULES = ("attention", "bucket", "norm", "norm_quant", "optim", "quant", "quant_reduce", "vocab_ce")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+import autoshard.kernels.attention  # noqa: F401 (defines the ops called here)
+from autoshard.kernels.launch import has_triton
 from autoshard.torch_adapters.op_library import define
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -276,6 +278,50 @@ def _aligned_bias(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], t)
 
 
+def triton_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """What `kernels.attention` takes: 16 bits, masks of keys alone."""
+    by_keys = mask is None or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and not mask.is_floating_point())
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    full = all(x.numel() > 0 for x in (q, k, v))
+    return half and by_keys and full and max(q.shape[3], v.shape[3]) <= 256 and has_triton()
+
+
+def _keys_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask of keys as `kernels.attention` takes it, [b or 1, t]."""
+    if mask is None:
+        return None
+    return mask.reshape(-1, mask.shape[-1]).to(torch.bool if mask.dtype == torch.bool else torch.int64)
+
+
+def flash_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *told: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """told: start, zigzag, window, causal, softcap."""
+    out, lse = torch.ops.autoshard.flash_rows(q, k, v, _keys_of(mask), scale, *told)
+    return in_bshd(out), lse
+
+
+def flash_rows_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *told: Any,
+) -> Gradients:
+    given = (grad, q, k, v, out, lse, _keys_of(mask), scale, *told)
+    grads = torch.ops.autoshard.flash_rows_backward(*given)
+    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
+
+
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -305,6 +351,9 @@ def _sdpa_cuda(
             **_reach(window, causal),
         )
         return in_bshd(found[0].transpose(1, 2)), found[1][..., : q.shape[2]].contiguous()
+    told = softcap > 0 or window > 0 or documents_of(mask) is not None
+    if told and triton_fits(q, k, v, mask):
+        return flash_rows(q, k, v, mask, scale, 0, False, window, causal, softcap)
     if _needs_rows(q, k, mask, window, softcap):
         return _by_rows(q, k, v, mask, causal, scale, window, softcap)
     if softcap:
@@ -342,6 +391,9 @@ def _sdpa_backward_cuda(
             *by_position, lse, *none, *sizes, 0.0, causal, state, state, scale=scale, **_reach(window, causal)
         )
         grads = tuple(x.transpose(1, 2) for x in found)
+    elif (softcap or window or documents_of(mask) is not None) and triton_fits(q, k, v, mask):
+        told = 0, False, window, causal, softcap
+        return flash_rows_backward(grad, q, k, v, out, lse, mask, scale, *told)
     elif _needs_rows(q, k, mask, window, softcap):
         return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     elif softcap:

@@ -19,7 +19,17 @@ from itertools import pairwise
 
 import torch
 
-from autoshard.ops.attention import Gradients, documents_of, fake, fake_backward, in_bshd, most_rows
+from autoshard.ops.attention import (
+    Gradients,
+    documents_of,
+    fake,
+    fake_backward,
+    flash_rows,
+    flash_rows_backward,
+    in_bshd,
+    most_rows,
+    triton_fits,
+)
 from autoshard.torch_adapters.op_library import define
 
 #: rows that are taken at a time where they need a mask: those of a window, at least and at most so many
@@ -245,6 +255,46 @@ def sdpa_rows_backward(
     return grad_q, grad_k, grad_v
 
 
+def _rows_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    start: int,
+    zigzag: bool,
+    mask: torch.Tensor | None = None,
+    window: int = 0,
+    causal: bool = True,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    told = start, zigzag, window, causal, softcap
+    if (softcap or window or documents_of(mask) is not None) and triton_fits(q, k, v, mask):
+        return flash_rows(q, k, v, mask, scale, *told)
+    return sdpa_rows(q, k, v, scale, start, zigzag, mask, window, causal, softcap)
+
+
+def _rows_backward_cuda(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    start: int,
+    zigzag: bool,
+    mask: torch.Tensor | None = None,
+    window: int = 0,
+    causal: bool = True,
+    softcap: float = 0.0,
+) -> Gradients:
+    told = start, zigzag, window, causal, softcap
+    if (softcap or window or documents_of(mask) is not None) and triton_fits(q, k, v, mask):
+        return flash_rows_backward(grad, q, k, v, out, lse, mask, scale, *told)
+    given = (grad, q, k, v, out, lse, scale, start, zigzag)
+    return sdpa_rows_backward(*given, mask, window, causal, softcap)
+
+
 def _fake_rows(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -283,6 +333,7 @@ define(
     "int window=0, bool causal=True, float softcap=0.0) -> (Tensor, Tensor)",
     sdpa_rows,
     _fake_rows,
+    cuda=_rows_cuda,
 )
 define(
     "sdpa_rows_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, "
@@ -290,4 +341,5 @@ define(
     "-> (Tensor, Tensor, Tensor)",
     sdpa_rows_backward,
     _fake_rows_backward,
+    cuda=_rows_backward_cuda,
 )

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import autoshard
 from autoshard.capture.capture import capture
 from autoshard.ir import Folded, Node, Ref
+from autoshard.ops import attention as attention_op
+from autoshard.ops import attention_rows
 from autoshard.ops.attention import sdpa_math, sdpa_math_backward
 from autoshard.planner.analysis import analyse
 from autoshard.verify.lockstep import needs_one_rank, verify
@@ -276,6 +278,41 @@ def test_attention_in_numbers_is_that_with_a_mask(
     wanted = [expected, *sdpa_math_backward(upstream, *exact, expected, sums, *masked)]
     for ours, theirs in zip(found, wanted, strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("kind", ["", "padded", "documents", "numbers that return"])
+@pytest.mark.parametrize(("window", "softcap"), [(30, 0.0), (0, 2.0), (30, 2.0)])
+def test_gpus_tell_their_kernel_the_same(
+    zigzag: bool, kind: str, window: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs, here by the reference of its kernel, beside what a CPU runs."""
+    for module in (attention_op, attention_rows):
+        monkeypatch.setattr(module, "triton_fits", lambda *given: True)
+    torch.manual_seed(0)
+    q, grad = (torch.randn(2, 3, 80, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, 3, 320, 8, dtype=torch.float64) for _ in range(2))
+    keys, _ = keys_of(kind, 320)
+    told = 0.25, 40, zigzag, keys, window, True, softcap
+    wanted = attention_rows.sdpa_rows(q, k, v, *told)
+    found = attention_rows._rows_cuda(q, k, v, *told)
+    kept = ~found[1].isneginf()  # a row that attends to nothing may have any log-sum-exp
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[1][kept], wanted[1][kept])
+    made = attention_rows._rows_backward_cuda(grad, q, k, v, *found, *told)
+    for ours, theirs in zip(
+        made, attention_rows.sdpa_rows_backward(grad, q, k, v, *wanted, *told), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    if not kind and not softcap:
+        return  # torch's kernel
+    q = torch.randn(2, 3, 320, 8, dtype=torch.float64)
+    rest = keys, True, 0.25, window, softcap
+    wanted, found = attention_op._sdpa_cpu(q, k, v, *rest), attention_op._sdpa_cuda(q, k, v, *rest)
+    torch.testing.assert_close(found[0], wanted[0])
+    made = attention_op._sdpa_backward_cuda(k, q, k, v, *found, *rest)
+    for ours, theirs in zip(made, attention_op._sdpa_backward_cpu(k, q, k, v, *wanted, *rest), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float) -> torch.Tensor:
