@@ -114,6 +114,8 @@ class MemoryFitter:
         #: calls that are recomputed -> bytes beyond the budget but for states, with all activations in host
         #: memory that can be there, the least
         self._over_hosted: dict[Hashable, float] = {}
+        #: how many configurations nothing fits of
+        self.failed = 0
         #: why the last program that was too large for the host's memory was that
         self._host_full: HostFullError | None = None
 
@@ -206,6 +208,7 @@ class MemoryFitter:
         if slower is not None:
             return MemoryFit(slower)
         config = solution.configuration
+        self.failed += 1
         self._failed[alike(config)] = max(stored_ways(config.mesh), self._failed.get(alike(config), 0))
         raise self._host_full or self._failure(solution, first, measured[0][1])
 

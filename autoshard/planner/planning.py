@@ -45,6 +45,8 @@ from autoshard.simulate.peaks import Peaks
 Progress = Callable[[str], None]
 #: tokens of a tile on a rank, where a plan needs tiles: products of so many rows reach their full rate
 TILE_ROWS = 2048
+#: share of the memory that states of parameters take at least, beyond which nothing may fit beside them
+_FULL = 0.9
 #: how often a plan is made again with less memory, at most
 MOST_REPLANS = 2
 
@@ -300,7 +302,9 @@ class PlanningRequest:
             yield self, rows, f"tiles of {rows:,} tokens in MLPs, head and loss (logits are not returned)"
         if options.offload or self.machine.device.host is None:
             return
-        for kinds in ("activations", "activations,optimizer"):
+        # activations in host memory make no room for what layers hold while they run
+        full = least > _FULL * self.memory
+        for kinds in ("activations,optimizer",) if full else ("activations", "activations,optimizer"):
             hosting = replace(self, options=replace(options, offload=kinds))
             yield hosting, rows, f"tiles of {rows:,} tokens, and {kinds.replace(',', ' and ')} in host memory"
 
@@ -476,8 +480,8 @@ def plan_analysed(
 
 
 #: times the memory of a device that the search may fill, one after the other, with activations that then go
-#: to host memory
-_WIDER = (1, 2, 4, 16)
+#: to host memory; and how many programs that are too large say that there is no use in going on
+_WIDER, _ENOUGH = (1, 2, 4, 16), 8
 
 
 def _chosen(
@@ -516,6 +520,8 @@ def _chosen(
             slower = known is not None and fitter.whole_seconds(solution) >= known[1]
         except InfeasibleError as error:
             failure = failure or error
+            if best is None and fitter.failed >= _ENOUGH:
+                break
             continue
         if slower:
             break
