@@ -36,8 +36,9 @@ class StagePlaces:
     its stage; None: wherever it is needed. position: place of an op of forward -> the stage that it stands
     in, also if it runs wherever it is needed. made_in: value -> the stage that makes it, None: any. owners:
     gradient of a parameter -> the stages that have the parameter. weight: places of ops that make such
-    gradients. bases: value -> what it is a view of. uncut_ends: stages behind which nothing can be cut, since
-    what makes a gradient of a parameter would be below all stages that have the parameter.
+    gradients alone, which a schedule may put off. bases: value -> what it is a view of. uncut_ends: stages
+    behind which nothing can be cut, since what makes a gradient of a parameter would be below all stages that
+    have the parameter.
     """
 
     uncut: Unpartitioned
@@ -208,7 +209,7 @@ class _Deciding:
                     have.add(stage)
 
     def _assign_backward(self) -> frozenset[int]:
-        """The places of ops that make gradients of parameters."""
+        """The places of ops that make gradients of parameters and nothing else; see `StagePlaces.weight`."""
         owned = owners_of(self.uncut, self.joint, self.stages_of)
         self.owners = owned.owners
         self._know(owned.uncut)
@@ -237,7 +238,15 @@ class _Deciding:
             else:
                 self._put(place, statement, self._backward_stage(place, floors[place], makers.get(place)))
         self._move_views()
-        return frozenset(makers)
+        return self._alone(makers)
+
+    def _alone(self, makers: Iterable[int]) -> frozenset[int]:
+        """Those of these places on which nothing else waits."""
+        alone: set[int] = set()
+        for place in sorted(makers, reverse=True):
+            if all(u in alone for v in self.whole.all[place].makes for u in self.users.get(v, ())):
+                alone.add(place)
+        return frozenset(alone)
 
     def _move_views(self) -> None:
         """Reshape a gradient where it is used, so that it is sent once and not in several shapes."""

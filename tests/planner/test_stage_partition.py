@@ -24,6 +24,7 @@ from autoshard.schedules.registry import make
 from autoshard.schedules.timeline import least_makespan, makespan
 from autoshard.search.plan.plan import Cut
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
+from autoshard.search.select.refine import CandidateSolver
 from autoshard.search.solve.configuration import Staged, data_ways
 from autoshard.verify.lockstep import verify
 
@@ -296,3 +297,38 @@ def test_every_rank_gets_parameters(mesh: str) -> None:
     assert {owner[stage] for name in params for stage in holders[name]} == {0, 1}
     with pytest.raises(InfeasibleError, match="cannot be cut into pp=8 stages with parameters in each"):
         autoshard.plan(model, "pp=8", example_inputs=x, microbatches=4, cluster="cpu-gloo")
+
+
+def test_a_cut_puts_off_what_its_program_puts_off() -> None:
+    """Tiles make gradients of weights with those that other stages wait for."""
+    model, batch = small("llama-deep")
+    planned = autoshard.plan(
+        model,
+        "pp=2",
+        example_inputs=batch,
+        cluster="cpu-gloo",
+        schedule="zb-h1",
+        microbatches=4,
+        tile_rows=5,
+    )
+    assert planned.staging is not None and planned.peaks is not None
+    cut, program = planned.staging.costs, planned.peaks().prices.costs
+    assert cut.backward_weight[-1] == pytest.approx(program.backward_weight[-1], rel=0.2)
+    assert cut.backward_input[-1] == pytest.approx(program.backward_input[-1], rel=0.05)
+
+
+def test_a_schedule_that_does_not_fit_gives_way_to_the_leanest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates choose the schedule of a mesh before it is known what fits."""
+    tuned = CandidateSolver.tuned
+
+    def fails_late(self: CandidateSolver, formulated: Any, setting: Any, *given: Any, **options: Any) -> Any:
+        if setting.pipe.splits_backward:
+            raise InfeasibleError("gradients that are put off take too much")
+        return tuned(self, formulated, setting, *given, **options)
+
+    monkeypatch.setattr(CandidateSolver, "tuned", fails_late)
+    model, batch = small("llama-deep")
+    planned = autoshard.plan(
+        model, "pp=4", example_inputs=batch, cluster="cpu-gloo", microbatches=4, memory=3 << 20
+    )
+    assert planned.plan.pipeline is not None and not planned.plan.warnings

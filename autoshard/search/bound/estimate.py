@@ -89,6 +89,10 @@ class BoundInputs(Protocol):
         """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
         ...
 
+    def leanest(self) -> StepConfig:
+        """The setting of the pipeline that holds least."""
+        ...
+
 
 class EstimateInputs(Protocol):
     """What estimates are made of, each closer look at more of it."""

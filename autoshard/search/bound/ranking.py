@@ -431,6 +431,11 @@ class _Bounded:
         seconds, setting = less.best()
         return inf if seconds is None else seconds, setting
 
+    def leanest(self) -> StepConfig:
+        """The setting of the pipeline that holds least: gradients that are put off keep what they need."""
+        settings = [self.ways[k] for k in range(len(self.uneven))]
+        return min(settings, key=lambda s: (s.pipe.splits_backward, s.pipe.in_flight(s.microbatches)))
+
     def leaves_room(self) -> bool:
         """Whether parameters alone fit, in any of the placements."""
         setting, each = self.ways[0], self.bare.each

@@ -229,6 +229,8 @@ class CandidateSolver:
         try:
             beat = bnb.worth(estimated.configuration)
             solution = self._solved(estimated, beat, at_once=not bnb.begun)
+            if solution.configuration != estimated.configuration:
+                bnb.fail(estimated.configuration)
         except (InfeasibleError, UsageError) as error:
             self.failures.append(error)
             bnb.fail(estimated.configuration)
@@ -371,7 +373,15 @@ class CandidateSolver:
         try:
             self.progress(f"solving {config.name}, {config.microbatches} microbatches of {config.batch}")
             formulated = self._formulated(config)
-            placements = self.tuned(formulated, estimated.setting, beat, first=at_once)
+            try:
+                placements = self.tuned(formulated, estimated.setting, beat, first=at_once)
+            except InfeasibleError:
+                # an estimate chose the pipeline, by what then turns out not to fit
+                setting = estimated.setting if estimated.proof is None else estimated.proof.leanest()
+                if setting.pipe == estimated.setting.pipe:
+                    raise
+                config = replace(config, pipe=setting.pipe)
+                placements = self.tuned(formulated, setting, beat, first=at_once)
         except KeyboardInterrupt:
             if not at_once:
                 raise
