@@ -278,8 +278,17 @@ def _aligned_bias(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], t)
 
 
-def triton_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """What `kernels.attention` takes: 16 bits, masks of keys alone."""
+def by_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int,
+    softcap: float,
+) -> bool:
+    """Whether `kernels.attention` is needed, and takes it: 16 bits, masks of keys alone."""
+    if not (softcap or window or documents_of(mask) is not None):
+        return False
     by_keys = mask is None or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and not mask.is_floating_point())
     half = q.dtype in (torch.float16, torch.bfloat16)
     full = all(x.numel() > 0 for x in (q, k, v))
@@ -351,8 +360,7 @@ def _sdpa_cuda(
             **_reach(window, causal),
         )
         return in_bshd(found[0].transpose(1, 2)), found[1][..., : q.shape[2]].contiguous()
-    told = softcap > 0 or window > 0 or documents_of(mask) is not None
-    if told and triton_fits(q, k, v, mask):
+    if by_triton(q, k, v, mask, window, softcap):
         return flash_rows(q, k, v, mask, scale, 0, False, window, causal, softcap)
     if _needs_rows(q, k, mask, window, softcap):
         return _by_rows(q, k, v, mask, causal, scale, window, softcap)
@@ -391,7 +399,7 @@ def _sdpa_backward_cuda(
             *by_position, lse, *none, *sizes, 0.0, causal, state, state, scale=scale, **_reach(window, causal)
         )
         grads = tuple(x.transpose(1, 2) for x in found)
-    elif (softcap or window or documents_of(mask) is not None) and triton_fits(q, k, v, mask):
+    elif by_triton(q, k, v, mask, window, softcap):
         told = 0, False, window, causal, softcap
         return flash_rows_backward(grad, q, k, v, out, lse, mask, scale, *told)
     elif _needs_rows(q, k, mask, window, softcap):

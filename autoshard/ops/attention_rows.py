@@ -21,6 +21,7 @@ import torch
 
 from autoshard.ops.attention import (
     Gradients,
+    by_triton,
     documents_of,
     fake,
     fake_backward,
@@ -28,7 +29,6 @@ from autoshard.ops.attention import (
     flash_rows_backward,
     in_bshd,
     most_rows,
-    triton_fits,
 )
 from autoshard.torch_adapters.op_library import define
 
@@ -268,7 +268,7 @@ def _rows_cuda(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     told = start, zigzag, window, causal, softcap
-    if (softcap or window or documents_of(mask) is not None) and triton_fits(q, k, v, mask):
+    if by_triton(q, k, v, mask, window, softcap):
         return flash_rows(q, k, v, mask, scale, *told)
     return sdpa_rows(q, k, v, scale, start, zigzag, mask, window, causal, softcap)
 
@@ -289,7 +289,7 @@ def _rows_backward_cuda(
     softcap: float = 0.0,
 ) -> Gradients:
     told = start, zigzag, window, causal, softcap
-    if (softcap or window or documents_of(mask) is not None) and triton_fits(q, k, v, mask):
+    if by_triton(q, k, v, mask, window, softcap):
         return flash_rows_backward(grad, q, k, v, out, lse, mask, scale, *told)
     given = (grad, q, k, v, out, lse, scale, start, zigzag)
     return sdpa_rows_backward(*given, mask, window, causal, softcap)

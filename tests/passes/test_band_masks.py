@@ -288,7 +288,7 @@ def test_gpus_tell_their_kernel_the_same(
 ) -> None:
     """What a GPU runs, here by the reference of its kernel, beside what a CPU runs."""
     for module in (attention_op, attention_rows):
-        monkeypatch.setattr(module, "triton_fits", lambda *given: True)
+        monkeypatch.setattr(module, "by_triton", lambda *given: True)
     torch.manual_seed(0)
     q, grad = (torch.randn(2, 3, 80, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(2, 3, 320, 8, dtype=torch.float64) for _ in range(2))
