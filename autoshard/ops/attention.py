@@ -279,12 +279,7 @@ def _aligned_bias(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -
 
 
 def by_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    window: int,
-    softcap: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, softcap: float
 ) -> bool:
     """Whether `kernels.attention` is needed, and takes it: 16 bits, masks of keys alone."""
     if not (softcap or window or documents_of(mask) is not None):
