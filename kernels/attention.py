@@ -12,22 +12,18 @@ Blocks of keys out of reach, or of other documents only, are passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from autoshard.kernels.launch import launched
-from autoshard.kernels.registry import Cost, KernelSpec, Operand
+from autoshard.kernels.norm import wide
+from autoshard.kernels.registry import KernelSpec, all_moved
 from autoshard.kernels.samples import Generator, normal, whole
 from autoshard.torch_adapters.op_library import define
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def halves(rows: int, keys: int, start: int, zigzag: bool) -> tuple[int, int, int]:
@@ -57,20 +53,62 @@ def _allowed(
 
 
 def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(scores [b, h, s, t], tanh of those before with a soft cap). mask: True: attend, or numbers to add."""
+    scores = (wide(q) * scale) @ wide(k).transpose(-1, -2)
+    flat: torch.Tensor | None = None
+    if softcap:
+        flat = scores.div_(softcap).tanh_()
+        scores = flat * softcap
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, float("-inf"))
+    elif mask is not None:
+        scores += mask.to(scores.dtype)
+    return scores, flat
+
+
+def _shares(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Softmax from the log-sum-exp; zeros in rows where everything is masked."""
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+
+
+def written_out(
     q: torch.Tensor,
     k: torch.Tensor,
-    keys: torch.Tensor | None,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float,
-    told: tuple[int, bool, int, bool],
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """(scores, by what their gradients are multiplied on the way to q k^T)."""
-    scores = _wide(q) @ _wide(k).transpose(2, 3) * scale
-    slope: torch.Tensor | float = scale
-    if softcap:
-        flat = torch.tanh(scores / softcap)
-        scores, slope = flat * softcap, (1 - flat.square()) * scale
-    return scores.masked_fill(~_allowed(q, k, keys, told), float("-inf")), slope
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with all scores at once, in fp32 (fp64 for fp64 inputs); mask: see `_scores`."""
+    scores, _ = _scores(q, k, mask, scale, softcap)
+    lse = torch.logsumexp(scores, -1)
+    return (_shares(scores, lse) @ wide(v)).to(q.dtype), lse
+
+
+def written_out_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Gradients:
+    """Gradients of q, k, v."""
+    scores, flat = _scores(q, k, mask, scale, softcap)
+    shares, upstream = _shares(scores, lse.to(scores.dtype)), wide(grad)
+    inner = upstream @ wide(v).transpose(-1, -2)
+    inner -= (upstream * wide(out)).sum(-1, keepdim=True)
+    inner *= shares
+    if flat is not None:
+        inner *= 1 - flat.square()
+    inner *= scale
+    made = inner @ wide(k), inner.transpose(-1, -2) @ wide(q), shares.transpose(-1, -2) @ upstream
+    return made[0].to(q.dtype), made[1].to(k.dtype), made[2].to(v.dtype)
 
 
 def flash_rows(
@@ -86,10 +124,7 @@ def flash_rows(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e] -> (out [b, h, s, e], log-sum-exp [b, h, s])."""
-    scores, _ = _scores(q, k, keys, scale, (start, zigzag, window, causal), softcap)
-    lse = torch.logsumexp(scores, -1)
-    shares = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
-    return (shares @ _wide(v)).to(q.dtype), lse
+    return written_out(q, k, v, _allowed(q, k, keys, (start, zigzag, window, causal)), scale, softcap)
 
 
 def flash_rows_backward(
@@ -108,18 +143,13 @@ def flash_rows_backward(
     softcap: float,
 ) -> Gradients:
     """Gradients of q, k, v; those of k and v are what these rows add to them."""
-    scores, slope = _scores(q, k, keys, scale, (start, zigzag, window, causal), softcap)
-    shares = torch.exp(scores - lse.to(scores.dtype).masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
-    upstream = _wide(grad)
-    inner = upstream @ _wide(v).transpose(2, 3) - (upstream * _wide(out)).sum(-1, keepdim=True)
-    inner = inner * shares * slope
-    made = inner @ _wide(k), inner.transpose(2, 3) @ _wide(q), shares.transpose(2, 3) @ upstream
-    return made[0].to(q.dtype), made[1].to(k.dtype), made[2].to(v.dtype)
+    mask = _allowed(q, k, keys, (start, zigzag, window, causal))
+    return written_out_backward(grad, q, k, v, out, lse, mask, scale, softcap)
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *told: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=sums)
 
 
 def _fake_backward(
@@ -190,22 +220,13 @@ def _large_backward(g: Generator, dtype: torch.dtype, device: torch.device) -> I
         yield (torch.empty_like(q), q, k, v, torch.empty_like(q), lse, *told)
 
 
-def _cost(products: int, inputs: int) -> Any:
-    def cost(ins: Sequence[Operand], outs: Sequence[Operand]) -> Cost:
-        q, k = ins[inputs], ins[inputs + 1]
-        flop = 2.0 * products * prod(q.shape) * k.shape[2]
-        return Cost(sum(x.nbytes for x in ins), sum(x.nbytes for x in outs), flop)
-
-    return cost
-
-
 SPECS = (
-    KernelSpec("flash_rows", flash_rows, ("triton_attention", "flash_rows"), _cost(2, 0), _samples, _large),
+    KernelSpec("flash_rows", flash_rows, ("triton_attention", "flash_rows"), all_moved, _samples, _large),
     KernelSpec(
         "flash_rows_backward",
         flash_rows_backward,
         ("triton_attention", "flash_rows_backward"),
-        _cost(5, 1),
+        all_moved,
         _backward_samples,
         _large_backward,
     ),

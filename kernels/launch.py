@@ -104,6 +104,11 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % ALIGN == 0 else x.clone()
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with the elements of its last dim side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

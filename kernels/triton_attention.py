@@ -11,10 +11,10 @@ import triton.language as tl
 
 from autoshard.kernels.attention import halves
 from autoshard.kernels.lang import dot, to_out
-from autoshard.kernels.launch import Launch, Prepared, ceil_div, next_power
+from autoshard.kernels.launch import Launch, Prepared, ceil_div, dense, next_power
 
 _Blocks: TypeAlias = tuple[tuple[int, tuple[int, int, int]], ...]
-_MOST = tl.constexpr(2**63 - 1)
+_LEAST, _MOST = tl.constexpr(1 - 2**63), tl.constexpr(2**63 - 1)
 #: what ``keys`` says: nothing, which are hidden, the documents of all
 _NONE, _HIDDEN, _NUMBERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -48,6 +48,17 @@ def _seen(  # type: ignore[no-untyped-def]
     if KEYS == _NUMBERS:
         seen = seen & (theirs[None, :] == own[:, None])
     return seen
+
+
+@triton.jit
+def _said(key_ptr, at, valid, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What ``keys`` says of some positions, and of documents the least and the most number among them."""
+    if KEYS == _NONE:
+        return at, 0, 0
+    numbers = tl.load(key_ptr + at, mask=valid, other=0).to(tl.int64)
+    if KEYS == _HIDDEN:
+        return numbers, 0, 0
+    return numbers, tl.min(tl.where(valid, numbers, _MOST), 0), tl.max(tl.where(valid, numbers, _LEAST), 0)
 
 
 @triton.jit
@@ -91,25 +102,15 @@ def _forward(  # type: ignore[no-untyped-def]
     k_ptr += b * k_b + h * k_h
     v_ptr += b * v_b + h * v_h
     key_ptr += b * key_b
-    own = place * 0
-    if KEYS == _NUMBERS:
-        own = tl.load(key_ptr + place, mask=row < last, other=-1).to(tl.int64)
-        least, most = tl.min(tl.where(row < last, own, _MOST), 0), tl.max(own, 0)
+    own, least, most = _said(key_ptr, place, (row < last) & (place < keys), KEYS)
     top = tl.full((M,), -float("inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     out = tl.zeros((M, E), tl.float32)
     begin, end = _reach(low, M, keys, window, CAUSAL, WINDOW)
     for at in range(begin // N * N, end, N):
         key = at + tl.arange(0, N)
-        theirs = key
-        meets = True
-        if KEYS != _NONE:
-            theirs = tl.load(key_ptr + key, mask=key < keys, other=0).to(tl.int64)
-        if KEYS == _NUMBERS:
-            meets = (tl.max(tl.where(key < keys, theirs, -1), 0) >= least) & (
-                tl.min(tl.where(key < keys, theirs, _MOST), 0) <= most
-            )
-        if meets:
+        theirs, low_key, high_key = _said(key_ptr, key, key < keys, KEYS)
+        if (high_key >= least) & (low_key <= most):
             k = _tile(k_ptr, key, d, k_s, keys, width)
             scores = dot(q, tl.trans(k)) * scale
             if SOFTCAP:
@@ -170,12 +171,7 @@ def _keys_backward(  # type: ignore[no-untyped-def]
     lse_ptr += head * rows
     delta_ptr += head * rows
     key_ptr += b * key_b
-    theirs = key
-    if KEYS != _NONE:
-        theirs = tl.load(key_ptr + key, mask=key < keys, other=0).to(tl.int64)
-    if KEYS == _NUMBERS:
-        least = tl.min(tl.where(key < keys, theirs, _MOST), 0)
-        most = tl.max(tl.where(key < keys, theirs, -1), 0)
+    theirs, least, most = _said(key_ptr, key, key < keys, KEYS)
     dk = tl.zeros((N, D), tl.float32)
     dv = tl.zeros((N, E), tl.float32)
     for part in range(parts):
@@ -190,12 +186,8 @@ def _keys_backward(  # type: ignore[no-untyped-def]
         for block in range(tl.minimum(begin, half) // M * M, end, M):
             row = part * half + block + tl.arange(0, M)
             place = offset + block + tl.arange(0, M)
-            own = place * 0
-            meets = True
-            if KEYS == _NUMBERS:
-                own = tl.load(key_ptr + place, mask=row < last, other=-1).to(tl.int64)
-                meets = (tl.max(own, 0) >= least) & (tl.min(tl.where(row < last, own, _MOST), 0) <= most)
-            if meets:
+            own, low_row, high_row = _said(key_ptr, place, (row < last) & (place < keys), KEYS)
+            if (high_row >= least) & (low_row <= most):
                 q = _tile(q_ptr, row, d, q_s, last, width)
                 g = _tile(g_ptr, row, e, g_s, last, wide)
                 # rows that attend to nothing have shares of zero, whatever their log-sum-exp
@@ -207,11 +199,11 @@ def _keys_backward(  # type: ignore[no-untyped-def]
                 shares, inner = _gradients(q, k, g, v, lse, delta, seen, scale, softcap, SOFTCAP)
                 dv += dot(tl.trans(to_out(shares, g_ptr.dtype.element_ty)), g)
                 dk += dot(tl.trans(to_out(inner, q_ptr.dtype.element_ty)), q)
-    base = head * keys
+    line = (b * keys + key) * heads + h
     inside = (key < keys)[:, None]
-    to = dk_ptr + (base + key)[:, None] * width + d[None, :]
+    to = dk_ptr + line[:, None] * width + d[None, :]
     tl.store(to, to_out(dk * scale, dk_ptr.dtype.element_ty), mask=inside & (d < width)[None, :])
-    to = dv_ptr + (base + key)[:, None] * wide + e[None, :]
+    to = dv_ptr + line[:, None] * wide + e[None, :]
     tl.store(to, to_out(dv, dv_ptr.dtype.element_ty), mask=inside & (e < wide)[None, :])
 
 
@@ -236,29 +228,19 @@ def _queries_backward(  # type: ignore[no-untyped-def]
     k_ptr += b * k_b + h * k_h
     v_ptr += b * v_b + h * v_h
     key_ptr += b * key_b
-    own = place * 0
-    if KEYS == _NUMBERS:
-        own = tl.load(key_ptr + place, mask=row < last, other=-1).to(tl.int64)
-        least, most = tl.min(tl.where(row < last, own, _MOST), 0), tl.max(own, 0)
+    own, least, most = _said(key_ptr, place, (row < last) & (place < keys), KEYS)
     dq = tl.zeros((M, D), tl.float32)
     begin, end = _reach(low, M, keys, window, CAUSAL, WINDOW)
     for at in range(begin // N * N, end, N):
         key = at + tl.arange(0, N)
-        theirs = key
-        meets = True
-        if KEYS != _NONE:
-            theirs = tl.load(key_ptr + key, mask=key < keys, other=0).to(tl.int64)
-        if KEYS == _NUMBERS:
-            meets = (tl.max(tl.where(key < keys, theirs, -1), 0) >= least) & (
-                tl.min(tl.where(key < keys, theirs, _MOST), 0) <= most
-            )
-        if meets:
+        theirs, low_key, high_key = _said(key_ptr, key, key < keys, KEYS)
+        if (high_key >= least) & (low_key <= most):
             k = _tile(k_ptr, key, d, k_s, keys, width)
             v = _tile(v_ptr, key, e, v_s, keys, wide)
             seen = _seen(place, key, keys, own, theirs, window, CAUSAL, WINDOW, KEYS)
             _, inner = _gradients(q, k, g, v, lse, delta, seen, scale, softcap, SOFTCAP)
             dq += dot(to_out(inner, k_ptr.dtype.element_ty), k)
-    to = dq_ptr + (head * rows + row)[:, None] * width + d[None, :]
+    to = dq_ptr + ((b * rows + row) * heads + h)[:, None] * width + d[None, :]
     tl.store(
         to, to_out(dq * scale, dq_ptr.dtype.element_ty), mask=(row < last)[:, None] & (d < width)[None, :]
     )
@@ -284,10 +266,6 @@ def _constants(
     }, warps  # fmt: skip
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _keys(keys: torch.Tensor | None, like: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(what rows may attend to, its stride from sequence to sequence); any tensor where nothing is said."""
     if keys is None:
@@ -310,7 +288,7 @@ def flash_rows(
     causal: bool,
     softcap: float,
 ) -> Prepared:
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    q, k, v = dense(q), dense(k), dense(v)
     (b, heads, rows, d), length, e = q.shape, k.shape[2], v.shape[3]
     out = q.new_empty((b, rows, heads, e)).transpose(1, 2)
     lse = q.new_empty((b, heads, rows), dtype=torch.float32)
@@ -342,11 +320,12 @@ def flash_rows_backward(
     causal: bool,
     softcap: float,
 ) -> Prepared:
-    grad, q, k, v = _dense(grad), _dense(q), _dense(k), _dense(v)
+    grad, q, k, v = dense(grad), dense(q), dense(k), dense(v)
     (b, heads, rows, d), length, e = q.shape, k.shape[2], v.shape[3]
     delta = (grad.float() * out.float()).sum(-1)
     lse = lse.float().contiguous()
-    made = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    # as `ops.attention` leaves them in memory
+    made = tuple(x.new_empty([x.shape[n] for n in (0, 2, 1, 3)]).transpose(1, 2) for x in (q, k, v))
     half, first, second = halves(rows, length, start, zigzag)
     by_keys, by_rows = (_constants(b, q, v, keys, (window, causal, softcap)) for b in (_KEYS, _QUERIES))
     said, key_b = _keys(keys, q)

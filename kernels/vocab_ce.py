@@ -13,13 +13,10 @@ from typing import Any, cast
 import torch
 
 from autoshard.kernels.launch import launched
+from autoshard.kernels.norm import wide
 from autoshard.kernels.registry import KernelSpec, all_moved
 from autoshard.kernels.samples import Generator, normal, whole
 from autoshard.torch_adapters.op_library import define
-
-
-def _wide(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def xent_stats(logits: torch.Tensor, target: torch.Tensor, offset: int) -> torch.Tensor:
@@ -28,13 +25,13 @@ def xent_stats(logits: torch.Tensor, target: torch.Tensor, offset: int) -> torch
     logits [n, v], target [n] -> [n, 4]: m and s with sum of exponentials s * exp(m), the logit of the
     target if it lies in this part (else 0), the sum of the logits.
     """
-    wide = _wide(logits)
+    full = wide(logits)
     local = target - offset
     inside = (local >= 0) & (local < logits.shape[1])
-    picked = wide.gather(1, local.masked_fill(~inside, 0).unsqueeze(1)).squeeze(1)
-    lse = torch.logsumexp(wide, 1)
+    picked = full.gather(1, local.masked_fill(~inside, 0).unsqueeze(1)).squeeze(1)
+    lse = torch.logsumexp(full, 1)
     picked = picked.masked_fill(~inside, 0)
-    return torch.stack((lse, torch.ones_like(lse), picked, wide.sum(1)), 1)
+    return torch.stack((lse, torch.ones_like(lse), picked, full.sum(1)), 1)
 
 
 def merge_stats(stats: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,14 +78,14 @@ def xent_part_backward(
     offset: int,
 ) -> torch.Tensor:
     """Gradient of the logits [n, v] of one part of the vocabulary: (softmax - target) * grad."""
-    wide = _wide(logits)
-    scale = grad.to(wide.dtype).masked_fill(target == ignore_index, 0).unsqueeze(1)
-    out = torch.exp(wide - lse.to(wide.dtype).unsqueeze(1))
+    full = wide(logits)
+    scale = grad.to(full.dtype).masked_fill(target == ignore_index, 0).unsqueeze(1)
+    out = torch.exp(full - lse.to(full.dtype).unsqueeze(1))
     if label_smoothing:
         out -= label_smoothing / vocabulary
     local = target - offset
     inside = (local >= 0) & (local < logits.shape[1])
-    hit = torch.where(inside, label_smoothing - 1.0, 0.0).to(wide.dtype).unsqueeze(1)
+    hit = torch.where(inside, label_smoothing - 1.0, 0.0).to(full.dtype).unsqueeze(1)
     out.scatter_add_(1, local.masked_fill(~inside, 0).unsqueeze(1), hit)
     return out.mul_(scale).to(logits.dtype)
 

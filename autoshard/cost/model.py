@@ -101,11 +101,9 @@ class CostModel:
         if rule.kernel in ("", "product"):
             return compute_seconds(flops, moved, dtype, device, matmul=rule.kind == "matmul")
         # torch's kernel, as for `simulate.behaviour.Behaviour`
-        rate = (
-            attention_rate(dtype, rule.kernel == "attention_backward", device, native=False) / rule.slowdown
-        )
+        rate = attention_rate(dtype, rule.kernel == "attention_backward", device, native=False)
         start = device.kernels.attention_start + device.launch_overhead
-        return roofline(flops, moved, rate, device.traffic, start)
+        return roofline(flops, moved, rate / rule.slowdown, device.traffic, start)
 
     def _tiled(
         self, tile_of: TileFn, states: Sequence[OpState], sizes: Sequence[int], scale: float

@@ -12,15 +12,15 @@ heads, channels], as torch's own kernels leave it, so that joining the heads aga
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-import autoshard.kernels.attention  # noqa: F401 (defines the ops called here)
-from autoshard.kernels.launch import has_triton
+from autoshard.kernels.attention import Gradients, written_out, written_out_backward
+from autoshard.kernels.launch import dense, has_triton
 from autoshard.torch_adapters.op_library import define
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 #: scores that are written out at a time, on a CPU and on a GPU, and rows of them at least
 _SCORES, _SCORES_GPU, _FEWEST = 1 << 20, 1 << 25, 16
 
@@ -55,39 +55,16 @@ def _float_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
     return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
 
 
-def _scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    *,
-    slopes: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scores [b, h, s, t], with ``slopes`` by what their gradients are multiplied on the way to q k^T)."""
-    wide = _wide(q.dtype)
-    scores = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
-    slope: torch.Tensor | None = None
-    if softcap:
-        scores.div_(softcap).tanh_()
-        slope = 1 - scores.square() if slopes else None
-        scores *= softcap
-    if mask is not None:
-        added = _float_mask(mask, wide)
-        assert added is not None
-        scores += added
-    if causal:
-        s, t = scores.shape[-2:]
-        above = torch.ones((s, t), dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(above, float("-inf"))
-    return scores, slope
-
-
-def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Softmax from the log-sum-exp; zeros in rows where everything is masked."""
-    finite = torch.where(lse == float("-inf"), 0.0, lse)
-    return torch.exp(scores - finite.unsqueeze(-1))
+def _causally(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, first: int
+) -> torch.Tensor | None:
+    """The mask with keys behind a row hidden. first: position of the first row."""
+    if not causal:
+        return mask
+    seen = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril_(first)
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
 def sdpa_math(
@@ -98,12 +75,11 @@ def sdpa_math(
     causal: bool,
     scale: float,
     softcap: float = 0.0,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention written out, for any device and shape, in fp32 (f64 for f64 inputs)."""
-    scores, _ = _scores(q, k, mask, causal, scale, softcap)
-    lse = torch.logsumexp(scores, -1)
-    out = _weights(scores, lse) @ v.to(scores.dtype)
-    return in_bshd(out.to(q.dtype)), lse
+    """Attention written out, for any device and shape, in fp32 (fp64 for fp64). first: see `_causally`."""
+    out, lse = written_out(q, k, v, _causally(q, k, mask, causal, first), scale, softcap)
+    return in_bshd(out), lse
 
 
 def sdpa_math_backward(
@@ -117,20 +93,75 @@ def sdpa_math_backward(
     causal: bool,
     scale: float,
     softcap: float = 0.0,
+    first: int = 0,
 ) -> Gradients:
     """Gradients of q, k, v, written out."""
-    scores, slope = _scores(q, k, mask, causal, scale, softcap, slopes=True)
-    weights, wide = _weights(scores, lse.to(scores.dtype)), scores.dtype
-    g = grad.to(wide)
-    grad_v = weights.transpose(-1, -2) @ g
-    inner = g @ v.to(wide).transpose(-1, -2)
-    inner -= (g * out.to(wide)).sum(-1, keepdim=True)
-    inner *= weights
-    if slope is not None:
-        inner *= slope
-    grad_q = (inner @ k.to(wide)) * scale
-    grad_k = (inner.transpose(-1, -2) @ q.to(wide)) * scale
-    return in_bshd(grad_q.to(q.dtype)), in_bshd(grad_k.to(k.dtype)), in_bshd(grad_v.to(v.dtype))
+    mask = _causally(q, k, mask, causal, first)
+    made = written_out_backward(grad, q, k, v, out, lse, mask, scale, softcap)
+    return in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])
+
+
+def _parts(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """(rows, keys that they may see, their part of the mask), so few rows that their scores take little."""
+    scores = _SCORES_GPU if q.is_cuda else _SCORES
+    step = max(_FEWEST, scores // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    for at in range(0, q.shape[2], step):
+        rows = slice(at, min(at + step, q.shape[2]))
+        keys = slice(0, min(rows.stop, k.shape[2]) if causal else k.shape[2])
+        part = mask
+        if part is not None:
+            part = part[..., keys] if part.shape[-1] > 1 else part
+            part = part[..., rows, :] if part.dim() > 1 and part.shape[-2] > 1 else part
+        yield rows, keys, part
+
+
+def _capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with a soft cap, which no kernel of torch knows: written out for some rows at a time."""
+    out, lse = fake(q, k, v, mask, causal, scale)
+    for rows, keys, part in _parts(q, k, mask, causal):
+        given = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        out[:, :, rows], lse[:, :, rows] = sdpa_math(*given, part, causal, scale, softcap, rows.start)
+    return out, lse
+
+
+def _capped_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> Gradients:
+    grads = fake_backward(grad, q, k, v, out, lse, mask, causal, scale)
+    for gradient in grads:
+        gradient.zero_()
+    for rows, keys, part in _parts(q, k, mask, causal):
+        given = (
+            grad[:, :, rows],
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            out[:, :, rows],
+            lse[:, :, rows],
+        )
+        added = sdpa_math_backward(*given, part, causal, scale, softcap, rows.start)
+        for gradient, at, more in zip(grads, (rows, keys, keys), added, strict=True):
+            gradient[:, :, at] += more
+    return grads
 
 
 def documents_of(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -140,18 +171,24 @@ def documents_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.reshape(-1, mask.shape[-1])
 
 
-def most_rows(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Rows whose scores are written out at a time where no kernel knows soft caps."""
-    scores = _SCORES_GPU if q.is_cuda else _SCORES
-    return max(_FEWEST, scores // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+def by_triton(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, softcap: float
+) -> bool:
+    """Whether `kernels.attention` is needed, and takes it: on a GPU, 16 bits, masks of keys alone."""
+    if not (softcap or window or documents_of(mask) is not None):
+        return False
+    by_keys = mask is None or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and not mask.is_floating_point())
+    half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    full = all(x.numel() > 0 for x in (q, k, v))
+    return half and by_keys and full and max(q.shape[3], v.shape[3]) <= 256 and has_triton()
 
 
 def _needs_rows(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, window: int, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, softcap: float
 ) -> bool:
-    """Whether some rows at a time are computed (`ops.attention_rows`)."""
-    many = softcap > 0 and q.shape[2] > most_rows(q, k)
-    return many or window > 0 or documents_of(mask) is not None
+    """Whether `ops.attention_rows` computes it."""
+    told = window > 0 or documents_of(mask) is not None
+    return told or by_triton(q, k, v, mask, window, softcap)
 
 
 def _by_rows(
@@ -209,10 +246,12 @@ def _sdpa_cpu(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if _needs_rows(q, k, mask, window, softcap):
+    if _needs_rows(q, k, v, mask, window, softcap):
         return _by_rows(q, k, v, mask, causal, scale, window, softcap)
-    if softcap or not _cpu_kernel_fits(q, k, v, mask):
-        return sdpa_math(q, k, v, mask, causal, scale, softcap)
+    if softcap:
+        return _capped(q, k, v, mask, causal, scale, softcap)
+    if not _cpu_kernel_fits(q, k, v, mask):
+        return sdpa_math(q, k, v, mask, causal, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
@@ -232,10 +271,12 @@ def _sdpa_backward_cpu(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
-    if _needs_rows(q, k, mask, window, softcap):
+    if _needs_rows(q, k, v, mask, window, softcap):
         return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
-    if softcap or not _cpu_kernel_fits(q, k, v, mask):
-        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
+    if softcap:
+        return _capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
+    if not _cpu_kernel_fits(q, k, v, mask):
+        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
@@ -278,58 +319,6 @@ def _aligned_bias(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], t)
 
 
-def by_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, softcap: float
-) -> bool:
-    """Whether `kernels.attention` is needed, and takes it: 16 bits, masks of keys alone."""
-    if not (softcap or window or documents_of(mask) is not None):
-        return False
-    by_keys = mask is None or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and not mask.is_floating_point())
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    full = all(x.numel() > 0 for x in (q, k, v))
-    return half and by_keys and full and max(q.shape[3], v.shape[3]) <= 256 and has_triton()
-
-
-def _keys_of(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask of keys as `kernels.attention` takes it, [b or 1, t]."""
-    if mask is None:
-        return None
-    return mask.reshape(-1, mask.shape[-1]).to(torch.bool if mask.dtype == torch.bool else torch.int64)
-
-
-def flash_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    *told: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """told: start, zigzag, window, causal, softcap."""
-    out, lse = torch.ops.autoshard.flash_rows(q, k, v, _keys_of(mask), scale, *told)
-    return in_bshd(out), lse
-
-
-def flash_rows_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    *told: Any,
-) -> Gradients:
-    given = (grad, q, k, v, out, lse, _keys_of(mask), scale, *told)
-    grads = torch.ops.autoshard.flash_rows_backward(*given)
-    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _reach(window: int, causal: bool) -> dict[str, int]:
     """Keys before and behind its own that a query of FlashAttention attends to."""
     return {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
@@ -345,7 +334,7 @@ def _sdpa_cuda(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    q, k, v = dense(q), dense(k), dense(v)
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (q, k, v))
         found = torch.ops.aten._flash_attention_forward(
@@ -355,12 +344,10 @@ def _sdpa_cuda(
             **_reach(window, causal),
         )
         return in_bshd(found[0].transpose(1, 2)), found[1][..., : q.shape[2]].contiguous()
-    if by_triton(q, k, v, mask, window, softcap):
-        return flash_rows(q, k, v, mask, scale, 0, False, window, causal, softcap)
-    if _needs_rows(q, k, mask, window, softcap):
+    if _needs_rows(q, k, v, mask, window, softcap):
         return _by_rows(q, k, v, mask, causal, scale, window, softcap)
     if softcap:
-        return sdpa_math(q, k, v, mask, causal, scale, softcap)
+        return _capped(q, k, v, mask, causal, scale, softcap)
     if _flash_fits(q, k, v, mask, causal):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return in_bshd(found[0]), found[1][..., : q.shape[2]].contiguous()
@@ -385,7 +372,7 @@ def _sdpa_backward_cuda(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
-    q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
+    q, k, v, grad = dense(q), dense(k), dense(v), dense(grad)
     state = torch.zeros((2,), dtype=torch.int64, device=q.device)  # of the random numbers: none are drawn
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (grad, q, k, v, out))
@@ -394,13 +381,10 @@ def _sdpa_backward_cuda(
             *by_position, lse, *none, *sizes, 0.0, causal, state, state, scale=scale, **_reach(window, causal)
         )
         grads = tuple(x.transpose(1, 2) for x in found)
-    elif by_triton(q, k, v, mask, window, softcap):
-        told = 0, False, window, causal, softcap
-        return flash_rows_backward(grad, q, k, v, out, lse, mask, scale, *told)
-    elif _needs_rows(q, k, mask, window, softcap):
+    elif _needs_rows(q, k, v, mask, window, softcap):
         return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     elif softcap:
-        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
+        return _capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
     elif _flash_fits(q, k, v, mask, causal):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,

@@ -19,16 +19,13 @@ from itertools import pairwise
 
 import torch
 
+from autoshard.kernels.attention import Gradients
 from autoshard.ops.attention import (
-    Gradients,
     by_triton,
     documents_of,
     fake,
     fake_backward,
-    flash_rows,
-    flash_rows_backward,
     in_bshd,
-    most_rows,
 )
 from autoshard.torch_adapters.op_library import define
 
@@ -39,12 +36,10 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class _Reach:
-    """Which keys a row attends to by its position. window: 0 for all. causal: none behind its own. most: rows
-    at a time, 0 for any number."""
+    """Which keys a row attends to by its position. window: 0 for all. causal: none behind its own."""
 
     window: int
     causal: bool
-    most: int = 0
 
     def mask(self, rows: range, keys: slice, device: torch.device) -> torch.Tensor:
         """[rows, keys], True: attend."""
@@ -102,28 +97,26 @@ class _Block:
         start, stop = max(begin, self.at), min(end, self.at + self.size)
         if start >= stop:
             return
-        step = min(max(reach.window, _FEWEST), _MOST) if reach.window else stop - start
-        step = min(step, reach.most or step)
+        if not reach.window:
+            rows = self._rows(start, stop)
+            if not reach.causal:
+                yield [_Tile(batch, rows, start, slice(begin, end))]
+                return
+            before = [_Tile(batch, rows, start, slice(begin, start))] if start > begin else []
+            yield [*before, _Tile(batch, rows, start, slice(start, stop), causal=True)]
+            return
+        step = min(max(reach.window, _FEWEST), _MOST)
         for at in range(start, stop, step):
             last = min(at + step, stop)
-            rows = self._rows(at, last)
-            if not reach.window and not reach.causal:
-                yield [_Tile(batch, rows, at, slice(begin, end))]
-                continue
-            if not reach.window:
-                before = [_Tile(batch, rows, at, slice(begin, at))] if at > begin else []
-                yield [*before, _Tile(batch, rows, at, slice(at, last), causal=True)]
-                continue
             keys = slice(
                 max(begin, at - reach.window + 1), last if reach.causal else min(end, last + reach.window - 1)
             )
-            yield [_Tile(batch, rows, at, keys, reach=reach)]
+            yield [_Tile(batch, self._rows(at, last), at, keys, reach=reach)]
 
     def compared(self, keys: int, reach: _Reach) -> Iterator[list[_Tile]]:
         """All of its rows, for a mask that compares the documents of rows and keys."""
-        step = min(_MOST, reach.most or _MOST)
-        for at in range(self.at, self.at + self.size, step):
-            last = min(at + step, self.at + self.size)
+        for at in range(self.at, self.at + self.size, _MOST):
+            last = min(at + _MOST, self.at + self.size)
             seen = slice(0, last if reach.causal else keys)
             yield [_Tile(_ALL, self._rows(at, last), at, seen, reach=reach, numbers=True)]
 
@@ -192,9 +185,12 @@ def sdpa_rows(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [b, h, s, e], log-sum-exp [b, h, s]) of rows that begin at position ``start`` of the sequence."""
+    if by_triton(q, k, v, mask, window, softcap):
+        told = start, zigzag, window, causal, softcap
+        out, lse = torch.ops.autoshard.flash_rows(q, k, v, _keys_of(mask), scale, *told)
+        return in_bshd(out), lse
     made: list[tuple[_Tile, torch.Tensor, torch.Tensor]] = []
-    reach = _Reach(window, causal, most_rows(q, k) if softcap else 0)
-    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, reach):
+    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
         parts = []
         for tile in tiles:
             hidden = _of_batch(tile.mask(mask, q.device), tile.batch)
@@ -214,6 +210,13 @@ def sdpa_rows(
         outs[tile.batch, :, tile.rows] = out
         sums[tile.batch, :, tile.rows] = lse
     return outs, sums
+
+
+def _keys_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask of keys as `kernels.attention` takes it, [b or 1, t]."""
+    if mask is None:
+        return None
+    return mask.reshape(-1, mask.shape[-1]).to(torch.bool if mask.dtype == torch.bool else torch.int64)
 
 
 def _of_batch(mask: torch.Tensor | None, batch: slice) -> torch.Tensor | None:
@@ -237,11 +240,14 @@ def sdpa_rows_backward(
     softcap: float = 0.0,
 ) -> Gradients:
     """Gradients of q, k, v of `sdpa_rows`; those of k and v are what these rows add to them."""
+    if by_triton(q, k, v, mask, window, softcap):
+        given = grad, q, k, v, out, lse, _keys_of(mask), scale, start, zigzag, window, causal, softcap
+        made = torch.ops.autoshard.flash_rows_backward(*given)
+        return in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])
     grad_q, grad_k, grad_v = fake_backward(grad, q, k, v, out, lse, None, True, scale)
     for gradient in (grad_q, grad_k, grad_v):
         gradient.zero_()
-    reach = _Reach(window, causal, most_rows(q, k) if softcap else 0)
-    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, reach):
+    for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
         for tile in tiles:
             rows, keys = (tile.batch, _ALL, tile.rows), (tile.batch, _ALL, tile.keys)
             # with the log-sum-exp of all keys, a part of them gets exactly its share
@@ -253,46 +259,6 @@ def sdpa_rows_backward(
             grad_k[keys] += added[1]
             grad_v[keys] += added[2]
     return grad_q, grad_k, grad_v
-
-
-def _rows_cuda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    start: int,
-    zigzag: bool,
-    mask: torch.Tensor | None = None,
-    window: int = 0,
-    causal: bool = True,
-    softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    told = start, zigzag, window, causal, softcap
-    if by_triton(q, k, v, mask, window, softcap):
-        return flash_rows(q, k, v, mask, scale, *told)
-    return sdpa_rows(q, k, v, scale, start, zigzag, mask, window, causal, softcap)
-
-
-def _rows_backward_cuda(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    start: int,
-    zigzag: bool,
-    mask: torch.Tensor | None = None,
-    window: int = 0,
-    causal: bool = True,
-    softcap: float = 0.0,
-) -> Gradients:
-    told = start, zigzag, window, causal, softcap
-    if by_triton(q, k, v, mask, window, softcap):
-        return flash_rows_backward(grad, q, k, v, out, lse, mask, scale, *told)
-    given = (grad, q, k, v, out, lse, scale, start, zigzag)
-    return sdpa_rows_backward(*given, mask, window, causal, softcap)
 
 
 def _fake_rows(
@@ -333,7 +299,6 @@ define(
     "int window=0, bool causal=True, float softcap=0.0) -> (Tensor, Tensor)",
     sdpa_rows,
     _fake_rows,
-    cuda=_rows_cuda,
 )
 define(
     "sdpa_rows_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, "
@@ -341,5 +306,4 @@ define(
     "-> (Tensor, Tensor, Tensor)",
     sdpa_rows_backward,
     _fake_rows_backward,
-    cuda=_rows_backward_cuda,
 )

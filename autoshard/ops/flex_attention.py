@@ -41,7 +41,8 @@ def flex_attention(
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     mask = mask_of(block_mask, query.device)
-    change, softcap = change_of(score_mod), softcap_of(score_mod)
+    change = change_of(score_mod)
+    softcap = 0.0 if change is None else softcap_of(score_mod)
     if change is None or softcap:
         out, _ = torch.ops.autoshard.sdpa(query, key, value, mask, False, scale, 0, softcap)
         return out, _Left(), _Left()

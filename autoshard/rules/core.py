@@ -62,8 +62,7 @@ class Factored:
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
         product is done, where not at that of its result. slowdown: as many times as long as a kernel of its
-        name takes it. tile: of a call that runs others on some rows at a
-        time, what these are on a rank.
+        name takes it. tile: of a call that runs others on some rows at a time, what these are on a rank.
     """
 
     sizes: tuple[int, ...]

@@ -53,10 +53,11 @@ def mask_of(block_mask: Sequence[Any], device: torch.device) -> torch.Tensor | N
 
 def softcap_of(score_mod: Callable[..., torch.Tensor]) -> float:
     """The c of a modification that makes c tanh(score / c), 0.0 of any other."""
-    try:
-        nodes = list(torch.fx.symbolic_trace(score_mod).graph.nodes)
-    except (torch.fx.proxy.TraceError, TypeError, RuntimeError, AttributeError):
-        return 0.0  # Python code that asks for values, or for more than scores have: it is no soft cap
+    try:  # symbolic_trace takes functions alone, no methods or partials
+        traced = torch.fx.symbolic_trace(lambda score, b, h, q, k: score_mod(score, b, h, q, k))
+        nodes = list(traced.graph.nodes)
+    except Exception:  # the user's code, which may ask for values: whatever it raises, it is no soft cap
+        return 0.0
     score, *_, result = nodes
     calls = [n for n in nodes if n.op not in ("placeholder", "output")]
     if len(calls) != 3 or result.args[0] is not calls[-1]:

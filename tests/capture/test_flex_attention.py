@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autoshard.capture.capture import capture
 from autoshard.errors import CaptureError, UsageError
 from autoshard.ir import Folded, Ref
 from autoshard.planner.analysis import analyse
+from autoshard.torch_adapters.flex import softcap_of
 from autoshard.verify.lockstep import verify
 from autoshard.verify.static import verify_static
 
@@ -42,6 +44,21 @@ def capped(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
 
 def narrowed(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
     return 5 * torch.tanh(score / 4)
+
+
+class Capping:
+    """Soft caps as methods, of which one asks a table for the head's."""
+
+    caps: ClassVar = {0: 5.0}
+
+    def __call__(self, score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return 5.0 * torch.tanh(score / 5.0)
+
+    def told(self, score: torch.Tensor, b: Any, h: Any, q: Any, k: Any, cap: float = 5.0) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
+
+    def looked_up(self, score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return self.told(score, b, h, q, k, self.caps[h])
 
 
 def alibi(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
@@ -112,6 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], Told | None]] = {
     "documents both ways": ({"documents": True}, (False, 0, "i64")),
     "prefix": ({"masks": (prefix,)}, (False, 0, "bool")),
     "capped": ({"masks": (causal, window), "change": capped}, (True, 30, "", 5.0)),
+    "capped by a method": ({"masks": (causal,), "change": Capping().told}, (True, 0, "", 5.0)),
     "narrowed": ({"masks": (causal,), "change": narrowed}, None),
     "biased": ({"masks": (causal,), "change": alibi}, None),
     "hidden by scores": ({"change": hiding}, None),
@@ -127,6 +145,11 @@ def batch() -> dict[str, torch.Tensor]:
 def built(options: dict[str, Any], call: Callable[..., Any] = flex_attention) -> nn.Module:
     torch.manual_seed(1)
     return Attending(**options, call=call).double()
+
+
+def test_modifications_that_are_no_functions() -> None:
+    mods = Capping(), Capping().told, partial(Capping().told, cap=2.5), Capping().looked_up
+    assert [softcap_of(mod) for mod in mods] == [5.0, 5.0, 2.5, 0.0]
 
 
 def told(folded: Folded) -> set[Told]:

@@ -287,19 +287,24 @@ def test_gpus_tell_their_kernel_the_same(
     zigzag: bool, kind: str, window: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU runs, here by the reference of its kernel, beside what a CPU runs."""
-    for module in (attention_op, attention_rows):
-        monkeypatch.setattr(module, "by_triton", lambda *given: True)
+
+    def as_on_gpus(ours: Callable[..., Any], *given: Any) -> Any:
+        with monkeypatch.context() as patched:
+            for module in (attention_op, attention_rows):
+                patched.setattr(module, "by_triton", lambda *given: True)
+            return ours(*given)
+
     torch.manual_seed(0)
     q, grad = (torch.randn(2, 3, 80, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(2, 3, 320, 8, dtype=torch.float64) for _ in range(2))
     keys, _ = keys_of(kind, 320)
     told = 0.25, 40, zigzag, keys, window, True, softcap
     wanted = attention_rows.sdpa_rows(q, k, v, *told)
-    found = attention_rows._rows_cuda(q, k, v, *told)
+    found = as_on_gpus(attention_rows.sdpa_rows, q, k, v, *told)
     kept = ~found[1].isneginf()  # a row that attends to nothing may have any log-sum-exp
     torch.testing.assert_close(found[0], wanted[0])
     torch.testing.assert_close(found[1][kept], wanted[1][kept])
-    made = attention_rows._rows_backward_cuda(grad, q, k, v, *found, *told)
+    made = as_on_gpus(attention_rows.sdpa_rows_backward, grad, q, k, v, *found, *told)
     for ours, theirs in zip(
         made, attention_rows.sdpa_rows_backward(grad, q, k, v, *wanted, *told), strict=True
     ):
@@ -308,26 +313,45 @@ def test_gpus_tell_their_kernel_the_same(
         return  # torch's kernel
     q = torch.randn(2, 3, 320, 8, dtype=torch.float64)
     rest = keys, True, 0.25, window, softcap
-    wanted, found = attention_op._sdpa_cpu(q, k, v, *rest), attention_op._sdpa_cuda(q, k, v, *rest)
+    wanted = attention_op._sdpa_cpu(q, k, v, *rest)
+    found = as_on_gpus(attention_op._sdpa_cuda, q, k, v, *rest)
     torch.testing.assert_close(found[0], wanted[0])
-    made = attention_op._sdpa_backward_cuda(k, q, k, v, *found, *rest)
+    made = as_on_gpus(attention_op._sdpa_backward_cuda, k, q, k, v, *found, *rest)
     for ours, theirs in zip(made, attention_op._sdpa_backward_cpu(k, q, k, v, *wanted, *rest), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float) -> torch.Tensor:
+def capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, cap: float
+) -> torch.Tensor:
     scores = cap * torch.tanh(q @ k.transpose(2, 3) * 0.25 / cap)
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    if causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ v
 
 
-def test_soft_caps_are_those_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["", "keys", "rows", "numbers"])
+@pytest.mark.parametrize(("rows", "keys"), [(50, 50), (50, 23), (23, 50)])
+def test_soft_caps_are_those_written_out(
+    causal: bool, kind: str, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In fp64, some rows at a time, with gradients by autograd."""
     torch.manual_seed(0)
-    monkeypatch.setattr("autoshard.ops.attention._SCORES", 3 * 2 * 50 * 17)
-    q, k, v = (torch.randn(2, 3, 50, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    out, _ = torch.ops.autoshard.sdpa(q, k, v, None, True, 0.25, 0, 0.5)
-    wanted, grad = capped(q, k, v, 0.5), torch.randn_like(out)
+    monkeypatch.setattr("autoshard.ops.attention._SCORES", 3 * 2 * keys * 17)
+    q = torch.randn(2, 3, rows, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 3, keys, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask: torch.Tensor | None = None
+    if kind:
+        mask = torch.randn(2, 1, 1 if kind == "keys" else rows, keys, dtype=torch.float64)
+        mask = mask if kind == "numbers" else mask > -1
+    if mask is not None and mask.dtype == torch.bool:
+        mask[..., 0] = True  # a row of which everything is hidden is a matter of taste
+    out, _ = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.25, 0, 0.5)
+    wanted, grad = capped(q, k, v, mask, causal, 0.5), torch.randn_like(out)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad(x, (q, k, v), grad) for x in (out, wanted))
     for one, other in zip(ours, theirs, strict=True):

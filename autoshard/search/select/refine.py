@@ -369,18 +369,18 @@ class CandidateSolver:
     def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> CandidateSolution:
         """One configuration. beat: see `tune`. at_once: if interrupted, finish with the least work instead of
         stopping."""
-        config = estimated.configuration
+        config, setting = estimated.configuration, estimated.setting
         try:
             self.progress(f"solving {config.name}, {config.microbatches} microbatches of {config.batch}")
             formulated = self._formulated(config)
             try:
-                placements = self.tuned(formulated, estimated.setting, beat, first=at_once)
+                placements = self.tuned(formulated, setting, beat, first=at_once)
             except InfeasibleError:
                 # an estimate chose the pipeline, by what then turns out not to fit
-                setting = estimated.setting if estimated.proof is None else estimated.proof.leanest()
-                if setting.pipe == estimated.setting.pipe:
+                leanest = setting if estimated.proof is None else estimated.proof.leanest()
+                if leanest.pipe == setting.pipe:
                     raise
-                config = replace(config, pipe=setting.pipe)
+                config, setting = replace(config, pipe=leanest.pipe), leanest
                 placements = self.tuned(formulated, setting, beat, first=at_once)
         except KeyboardInterrupt:
             if not at_once:
@@ -389,7 +389,7 @@ class CandidateSolver:
             self.interrupted = True
             self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
             formulated = self._formulated(config)
-            placements = self._at_once(formulated, estimated.setting)
+            placements = self._at_once(formulated, setting)
         return CandidateSolution(
             formulated, placements, config, self.problems.cluster, placements.lower_bound
         )
