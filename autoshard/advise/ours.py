@@ -12,12 +12,12 @@ from autoshard.advise.work import Work
 from autoshard.cluster.cluster import USABLE_FRACTION
 from autoshard.errors import InfeasibleError
 from autoshard.program.program import Program
-from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.step import estimate_step
 
 #: what of a behaviour kernels and their launches decide, rather than placements, schedule and collectives
 _KERNELS = (
-    *("attention", "attention_native", "attention_reach", "keeps", "fused", "norm_reads"),
+    *("attention", "attention_native", "attention_reach", "keeps", "fused", "fused_bytes", "norm_reads"),
     *("loss_kept", "loss_peak", "eager"),
 )
 
@@ -54,7 +54,7 @@ def own_program(work: Work, say: Callable[[str], None]) -> Program | None:
 def own_plan(program: Program, work: Work, tool: Tool) -> OwnPlan:
     """Our program, simulated with our kernels and with those of a tool; state as the tool keeps it."""
     theirs = tool.framework_of(ToolConfig()).behaviour
-    ours = Behaviour(recipe=theirs.recipe)
+    ours = behaviour_on(work.cluster.device, recipe=theirs.recipe)
     same = replace(ours, **{name: getattr(theirs, name) for name in _KERNELS})
     plain, with_theirs = (
         estimate_step(program, work.cluster, behaviour=behaviour).seconds for behaviour in (ours, same)

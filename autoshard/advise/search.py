@@ -1,8 +1,13 @@
 """The best configuration of a tool: best-first by lower bounds.
 
-All configurations with the same tensor degree, microbatch and recomputation compute for as long, whatever
-their pipeline and data ranks: one of them that was simulated bounds the others, and those that divide
-products further or compute more. Before, the bound is the FLOP of the model at the peak of the devices.
+All configurations with the same tensor degree, microbatch and recomputation compute for as long, and wait
+as long for messages of tensor ranks, whatever their pipeline and data ranks: one of them that was simulated
+bounds the others, and those that divide products further or compute more. Before, the bound is the FLOP of
+the model at the rate of the largest products.
+
+They also keep as much of a layer for backward. The fullest rank of any schedule holds that of as many
+layers as the model has at least: a first stage of 1F1B has a p-th of the layers for p microbatches
+(Narayanan et al., SC'21, section 2.2). So what cannot fit is not simulated.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from autoshard.advise.judge import Judge, Judged
 from autoshard.advise.space import choices
@@ -24,6 +30,11 @@ _PARAMETER, _STATE = 2, 12
 _LESS_KEPT = ("none", "ops", "full")
 #: configurations simulated at most
 MOST = 200
+#: of what stages keep for backward, what is certain to be that of layers
+_OF_LAYERS = 0.9
+#: how many times as long as without it computing takes at least where all of a layer runs again: forward is a
+#: third of the FLOP, and its kernels are no less good than those of backward
+_AGAIN = 1.2
 
 
 @dataclass(frozen=True)
@@ -50,12 +61,25 @@ def advise(
     return _Search(tool, work, say).run(known)
 
 
+class _Layers(NamedTuple):
+    """compute: seconds of a step, a mean over stages; exposed: of messages of tensor ranks. kept: bytes of a
+    microbatch for backward, of all stages; alone: the same without a pipeline, with what the loss keeps."""
+
+    compute: float
+    exposed: float
+    kept: float
+    alone: float
+
+
 class _Search:
     def __init__(self, tool: Tool, work: Work, say: Callable[[str], None]) -> None:
         self.work, self.say, self.judge = work, say, Judge(tool, work)
         self.tool = tool
-        self.least = work.flop * work.batch / work.cluster.peak("bf16", work.gpus)
-        self.computes: dict[tuple[int, int, str], float] = {}
+        reached = work.cluster.device.matmul_efficiency * work.cluster.peak("bf16", work.gpus)
+        self.least = work.flop * work.batch / reached
+        how = tool.framework_of(ToolConfig()).behaviour
+        self.gradient = how.recipe.gradient_bytes(_PARAMETER) if how.gradient_buffers else 0
+        self.layers: dict[tuple[int, int, str], _Layers] = {}
         self.space = list(choices(tool, work))
         self.judged: list[Judged] = []
         self.refused: list[str] = []
@@ -63,8 +87,11 @@ class _Search:
     def run(self, known: Sequence[ToolConfig]) -> Advice:
         for choice in known:
             self._simulate(choice)
-        left = [c for c in self.space if c not in known and self._state(c) <= self.work.memory]
+        left = [c for c in self.space if c not in known]
         while left and len(self.judged) + len(self.refused) < MOST:
+            left = [c for c in left if self._held(c) <= self.work.memory]
+            if not left:
+                break
             # of equal bounds the simplest: fewest stages, then fewest ranks that divide anything
             choice = min(left, key=lambda c: (self.bound(c), c.pipeline, c.tensor, c.chunks, c.shards))
             if self.bound(choice) >= self.best:
@@ -120,27 +147,47 @@ class _Search:
 
     def _compute(self, choice: ToolConfig) -> float:
         tensor, micro, recompute = _key(choice)
-        known = self.computes.get((tensor, micro, recompute))
+        known = self.layers.get((tensor, micro, recompute))
         if known is not None:
-            return known
+            return known.compute + known.exposed
         less = [
-            seconds
-            for (t, m, r), seconds in self.computes.items()
+            layers.compute * (_AGAIN if (r, recompute) == ("none", "full") else 1.0)
+            for (t, m, r), layers in self.layers.items()
             if t <= tensor and m == micro and r in ("none", recompute)
         ]
-        return max(less, default=self.least)
+        # with all of a layer computed again, its forward runs twice
+        return max([*less, self.least * (4 / 3 if recompute == "full" else 1.0)])
 
     def _learn(self, judged: Judged) -> None:
-        """Computing of a rank, on average over stages: the same for all with this key."""
-        key = _key(judged.choice)
-        seconds = judged.step.spent.compute
-        self.computes[key] = min(seconds, self.computes.get(key, inf))
+        """What is the same for all with this key."""
+        key, spent = _key(judged.choice), judged.step.spent
+        stages = judged.step.stages
+        kept = _OF_LAYERS * min(row.kept for row in stages) * len(stages)
+        before = self.layers.get(key, _Layers(inf, inf, 0.0, 0.0))
+        self.layers[key] = _Layers(
+            min(spent.compute, before.compute),
+            min(spent.axes.get("tp", 0.0), before.exposed),
+            max(kept if len(stages) > 1 else 0.0, before.kept),
+            max(kept, before.alone),
+        )
+
+    def _held(self, choice: ToolConfig) -> float:
+        """Bytes that the fullest rank holds at least: what grows with the microbatch, and shrinks with tensor
+        ranks no more than in proportion."""
+        tensor, micro, recompute = _key(choice)
+        kept = [
+            (layers.kept if choice.pipeline > 1 else layers.alone) * micro / m * min(1.0, t / tensor)
+            for (t, m, r), layers in self.layers.items()
+            if r == recompute
+        ]
+        return self._state(choice) + max(kept, default=0.0)
 
     def _state(self, choice: ToolConfig) -> float:
-        """Bytes of parameters and optimizer on the average rank."""
+        """Bytes of parameters, optimizer and buffers of gradients on the average rank."""
         mine = self.work.parameters / (choice.tensor * choice.pipeline)
         state = _STATE / (choice.shards if choice.zero else 1)
-        return mine * ((_PARAMETER / choice.shards if choice.zero == 3 else _PARAMETER) + state)
+        parameter = _PARAMETER / (choice.shards if choice.zero == 3 else 1)
+        return mine * (parameter + state + self.gradient / (choice.shards if choice.zero > 1 else 1))
 
 
 def _holds_more(choice: ToolConfig, other: ToolConfig) -> bool:

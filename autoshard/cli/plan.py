@@ -288,15 +288,14 @@ def _print_warnings(texts: Iterable[str]) -> None:
 
 
 def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh | Cluster:
-    """What to plan for; UsageError if it is not said, said twice, or larger than the cluster."""
+    """What to plan for; UsageError if it is not said, said in two ways, or larger than the cluster."""
     from autoshard.cluster import Mesh, load_cluster
 
-    if mesh is not None and gpus is not None:
-        raise UsageError(
-            "--gpus goes with --cluster alone", why=f"the mesh {mesh} says how many", hint="leave one out"
-        )
     if mesh is not None:
         given = Mesh.parse(mesh)
+        if gpus not in (None, given.world_size):
+            why = f"the mesh {mesh} has {given.world_size} ranks"
+            raise UsageError(f"--gpus says {gpus}", why=why, hint="leave --gpus out")
         if cluster is not None:
             load_cluster(cluster).check_world_size(given.world_size)
         return given

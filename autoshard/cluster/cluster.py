@@ -38,9 +38,11 @@ class Device:
     rate of the vector units and must be there. memory_bandwidth: bytes/s. matmul_efficiency: part of
     ``peak_flops`` that a large matrix product reaches. launch_overhead: seconds per op. overlap:
     share of the time of computing that can hide collectives of parameters, 0 if nothing runs beside it.
-    kernels: how the shape of work tells on its kernels. host: the memory of its node, None where unknown.
-    alone: how many times as fast it is while all others of its node wait, as processes are that share the
-    cores of a CPU; the other figures are those while all compute.
+    kernels: how the shape of work tells on its kernels. compiled: whether programs are compiled on it by
+    default, so that a chain of elementwise ops reads and writes once (`options.PassOptions.codegen`).
+    host: the memory of its node, None where unknown. alone: how many times as fast it is while all others
+    of its node wait, as processes are that share the cores of a CPU; the other figures are those while
+    all compute.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Device:
     kernels: Kernels = field(default_factory=Kernels)
     host: Host | None = None
     alone: Factor = 1.0
+    compiled: bool = True
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -280,6 +283,7 @@ def bounding(devices: Sequence[Device]) -> Device:
         min(devices, key=lambda device: device.matmul_efficiency).kernels,
         bounding_host([device.host for device in devices]),
         min(device.alone for device in devices),
+        all(device.compiled for device in devices),
     )
 
 

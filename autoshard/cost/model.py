@@ -56,6 +56,7 @@ class CostModel:
         grow: Sequence[bool] = (),
         turned: tuple[bool, bool] = (False, False),
         waves: bool = False,
+        inside: Sequence[bool] = (),
     ) -> NDArray[np.float64]:
         """Seconds of computing of one call in each of its states, on the fullest rank; [states].
 
@@ -64,6 +65,7 @@ class CostModel:
         them. grow: which values hold them, ins first; left out, all may. turned: of a product, whether each
         of its operands lies in memory by its other dim. waves: whether the last wave of tiles, which may be
         nearly empty, counts where there are more of them with more sequences: they then may take less each.
+        inside: which values never leave a kernel where chains are compiled (`rules.chains`), ins first.
         """
         if rule.kind == "view" or not states:
             return np.zeros(len(states))
@@ -77,16 +79,18 @@ class CostModel:
         ]
         dtype = rule.rate or next((type_.dtype for _, type_ in products if type_.is_float), "f32")
         moved = np.zeros(len(states))
+        hidden = inside if self.device.compiled and inside else (False,) * (len(ins) + len(outs))
         copies = copies_of(rule.rate, turned) if rule.rate else (0.0, 0.0)
         for number, type_ in enumerate(ins):
             times = scale if grow and grow[number] else 1.0
+            times *= not hidden[number]
             times *= 1.0 + (copies[number - len(ins)] if number >= len(ins) - 2 else 0.0)
             moved += times * self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
         sums = np.zeros(len(states))  # how many there are, in results with rows and columns
         for number, type_ in products:
             times = scale if grow and grow[len(ins) + number] else 1.0
             written = times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
-            moved += written
+            moved += 0.0 if hidden[len(ins) + number] else written
             if len(type_.shape) > 1:
                 sums += written / DTYPES[type_.dtype][1]
         flops = (scale if grows else 1.0) * rule.flops / np.array([s.ways for s in states], dtype=np.float64)

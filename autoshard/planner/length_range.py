@@ -22,7 +22,7 @@ from autoshard.planner.lowering import lower_plan
 from autoshard.planner.planning import MOST_REPLANS, Planned, PlanningRequest, Source
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.program.program import Program
-from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
 
@@ -122,6 +122,6 @@ def _alone(request: PlanningRequest, planned: Planned, sized: Source) -> Planned
 
 def _most(request: PlanningRequest, program: Program, analysis: Analysis) -> float:
     recipe = without_tables(recipe_named(request.options.optimizer), analysis.folded)
-    behaviour = Behaviour(recipe=recipe)
+    behaviour = behaviour_on(request.machine.device, recipe=recipe)
     peaks = Peaks(StagePrices(program, request.machine, behaviour=behaviour))
     return max(peak for _, peak in peaks.all)

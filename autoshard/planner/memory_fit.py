@@ -34,7 +34,7 @@ from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import Configuration, alike, stored_ways
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.search.solve.step_config import StepConfig
-from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.segment_cache import OfSegments
@@ -403,7 +403,7 @@ class MemoryFitter:
     def _pricing(self, solution: CandidateSolution) -> Callable[[Program], StagePrices]:
         """Prices programs of a solution."""
         machine, segment_cache = self.cluster.laid(solution.formulated.order), OfSegments()
-        behaviour = Behaviour(recipe=self.request.recipe)
+        behaviour = behaviour_on(machine.device, recipe=self.request.recipe)
         return lambda program: StagePrices(program, machine, behaviour=behaviour, known=segment_cache)
 
     def _look(self, solution: CandidateSolution) -> Callable[[Folded, LoweringOptions], TruncatedRun]:

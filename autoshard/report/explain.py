@@ -17,7 +17,7 @@ from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import LookupSubject, Place, ProgramIndex, result_of
-from autoshard.simulate.fused import kernel_of
+from autoshard.rules.chains import kernel_of
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, largest margin first

@@ -13,7 +13,7 @@ from autoshard.errors import UsageError
 from autoshard.ir.experts import owner_ways
 from autoshard.ir.routing import EVEN, Routing, placed_by_load, zipf
 from autoshard.program.program import Program
-from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.op_work import product_of
 from autoshard.simulate.step import StepEstimate, estimate_step
 
@@ -76,9 +76,11 @@ def _moved(order: Sequence[int], experts: _Experts) -> int:
 
 
 def _step(program: Program, cluster: Cluster, experts: _Experts, name: str, routing: Routing) -> RoutedStep:
-    step = estimate_step(program, cluster, behaviour=Behaviour(routing=routing))
     layer = routing.fullest_layer(experts.ways)
-    full = step if layer == routing else estimate_step(program, cluster, behaviour=Behaviour(routing=layer))
+    step, full = (
+        estimate_step(program, cluster, behaviour=behaviour_on(cluster.device, program.codegen, routing=each))
+        for each in (routing, layer)
+    )
     return RoutedStep(
         name, routing.load(experts.chosen, experts.count, experts.ways), step.seconds, full.fullest.peak
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from autoshard.cluster.cluster import Device
 from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.ir.routing import EVEN, Routing
 
@@ -33,7 +34,8 @@ class Behaviour:
     computes the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5);
     nothing with ``flash``. whole_recompute: whether a layer that is computed again is so to its end,
     needed or not. keeps: what forward keeps for backward; with ``ops``, backward runs every second
-    product of a layer again. fused: whether chains of pointwise ops are single kernels. norm_reads: how
+    product of a layer again. fused: whether chains of pointwise ops are single kernels; fused_bytes:
+    whether what stays inside them then takes no memory, which a compiler does not promise. norm_reads: how
     often backward of a norm reads what it takes: twice if a kernel makes the gradient of its input and
     another those of its weight. loss_kept, loss_peak: bytes per logit that the loss keeps for backward,
     and that it holds at most, all copies together; None: as the program says. recipe: what a trained
@@ -78,6 +80,7 @@ class Behaviour:
     whole_recompute: bool = False
     keeps: Keeps = "program"
     fused: bool = False
+    fused_bytes: bool = False
     norm_reads: int = 1
     loss_kept: float | None = None
     loss_peak: float | None = None
@@ -113,3 +116,11 @@ class Behaviour:
     transport: Transport = "device"
     steps_overlap: bool = False
     name: str = ""
+
+
+def behaviour_on(
+    device: Device, codegen: str = "", *, recipe: Recipe = ADAMW, routing: Routing = EVEN
+) -> Behaviour:
+    """Of our runtime. codegen: of the program, "" where the device decides."""
+    fused = codegen == "inductor" or (not codegen and device.compiled)
+    return Behaviour(fused=fused, recipe=recipe, routing=routing)

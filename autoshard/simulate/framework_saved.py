@@ -10,17 +10,13 @@ from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.collectives import is_collective, transfer_of
 from autoshard.ir.lowered import LoweredSegment, Phase, uses_of
 from autoshard.ir.min_cut_recompute import keep_least
-from autoshard.ir.scaled import CAST_SCALED
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
-from autoshard.rules import attention, pointwise
+from autoshard.rules import attention
+from autoshard.rules.chains import CHAINED
 from autoshard.simulate.behaviour import Keeps
 from autoshard.simulate.op_work import AGAIN, PRODUCTS
 
-#: ops that chains in one kernel are made of: elementwise, and sums over rows
-CHAINED = frozenset(
-    (*pointwise.RULES, "aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", CAST_SCALED)
-)
 _LOSS = "autoshard.xent_"
 
 

@@ -59,7 +59,9 @@ def rows_of(
     """The ops of a segment. lying: outputs that are summed where they lie."""
     nodes, values = segment.graph.nodes, segment.placed()
     roots = view_roots(segment)
-    fused = sheets.inside(nodes, segment.graph.outputs, sheets.dropped(name))
+    fused: frozenset[str] = frozenset()
+    if sheets.behaviour.fused_bytes:
+        fused = sheets.inside(nodes, segment.graph.outputs, sheets.dropped(name))
     loss, of_loss = _loss(segment, sheets)
     given = {n for n, _ in segment.graph.inputs}
     inputs = given | of_loss | {roots.get(v, v) for v in lying}

@@ -17,8 +17,8 @@ from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop
 from autoshard.ir.row_tiles import TILES
 from autoshard.program.program import Program
-from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.fused import behaviour_of, inside_chains
+from autoshard.rules.chains import inside_chains
+from autoshard.simulate.behaviour import Behaviour, behaviour_on
 from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
 from autoshard.simulate.work import CollectiveWork
@@ -73,7 +73,7 @@ class Pricer:
             at = None if program.stages is None else program.stages.position
             machine = StageMachine(cluster.device, tuple(link for k, link in enumerate(links) if k != at))
         self.links = machine.links
-        self.ops = Ops(self.mesh, self.coords, behaviour or behaviour_of(program))
+        self.ops = Ops(self.mesh, self.coords, behaviour or behaviour_on(machine.device, program.codegen))
         self.price = pricer(machine.device, self.links)
 
     def bytes_of(self, type_: TensorType, layout: Layout) -> float:

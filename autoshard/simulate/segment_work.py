@@ -12,9 +12,9 @@ from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.rules import attention
+from autoshard.rules.chains import inside_chains
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.framework_saved import Keeping
-from autoshard.simulate.fused import inside_chains
 from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
 from autoshard.simulate.segment_cache import OfSegments
 from autoshard.simulate.work import CollectiveWork, HostWork, OpTask, Sheet, Transfer

@@ -26,8 +26,7 @@ from autoshard.program.program import Program
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.sharing import Sharing
 from autoshard.schedules.timeline import StageCosts
-from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.fused import behaviour_of
+from autoshard.simulate.behaviour import Behaviour, behaviour_on
 from autoshard.simulate.part_times import Parts
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.saved_for_backward import (
@@ -99,7 +98,7 @@ class StagePrices:
     ) -> None:
         self.whole = Mesh.parse(program.whole_mesh)
         self.program, self.cluster, self.rank = program, cluster.used_by(self.whole.world_size), rank
-        self.behaviour = behaviour or behaviour_of(program)
+        self.behaviour = behaviour or behaviour_on(self.cluster.device, program.codegen)
         self.recipe = self.behaviour.recipe
         self.schedule = schedule_of(program)
         self.pricer = Pricer(program, self.cluster, rank, self.behaviour)

@@ -15,8 +15,7 @@ from autoshard.program.program import Program
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.schedule import Action
 from autoshard.schedules.timeline import StageCosts, Timeline, simulate, step_seconds
-from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.fused import behaviour_of
+from autoshard.simulate.behaviour import Behaviour, behaviour_on
 from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.op_work import AGAIN
 from autoshard.simulate.peaks import Peaks
@@ -122,7 +121,7 @@ def simulated(
     program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
 ) -> tuple[StepEstimate, StagePrices]:
     """`estimate_step`, with the prices it was made of."""
-    step = _Step(program, cluster, rank, behaviour or behaviour_of(program))
+    step = _Step(program, cluster, rank, behaviour or behaviour_on(cluster.device, program.codegen))
     return step.estimate, step.prices
 
 

@@ -87,7 +87,7 @@ def _framework(entry: Mapping[str, Any]) -> Framework:
     own = {f.name for f in fields(Framework)}
     name, given = entry["name"], {key: value for key, value in entry.items() if key in own}
     rest = {key: value for key, value in entry.items() if key not in (*own, "source", "like")}
-    assumed = {"gradient_buffers": True, "late_waits": False, "name": name}
+    assumed = {"fused_bytes": True, "gradient_buffers": True, "late_waits": False, "name": name}
     given["behaviour"] = {**assumed, **rest, "recipe": {"name": name, **entry["recipe"]}}
     return decoded(given, Framework, f"frameworks.toml, {name}")
 

@@ -146,7 +146,9 @@ def rebuilt_run(
     """
     scaled = captures.at(run.micro * run.data)
     behaviour = behaviour_of(run, framework, cluster.device.peak_flops)
-    mesh, prices = mesh_of(run), CostModels(cluster)
+    # op by op: every product's partial sums are reduced by themselves, as frameworks do
+    plain = replace(cluster, device=replace(cluster.device, compiled=False))
+    mesh, prices = mesh_of(run), CostModels(plain)
     stages = stages_of(run, scaled.model.folded)
     setting = _setting(run, scaled, cluster, stages)
     formulated = formulate(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)

@@ -16,10 +16,11 @@ from autoshard.cost.kernel_time import attention_seconds, product_seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.step_time import Overlap, StepSums, step_time
 from autoshard.ir import Call, Node, Ref, TensorType, refs_of
-from autoshard.ir.placement import R
-from autoshard.rules import attention, matmul
+from autoshard.ir.placement import Layout, R, Shard
+from autoshard.rules import attention, matmul, pointwise
 from autoshard.rules.states import OpState
 from autoshard.search.plan.plan import Plan
+from autoshard.search.problem.cost_entries import BatchPricing, Laid, LayoutChange
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.step_config import StepConfig
 from autoshard.simulate.estimate import Estimator
@@ -68,6 +69,32 @@ def test_attention_is_priced_in_the_type_of_its_result() -> None:
     moved = 4 * q.nbytes + wide.nbytes
     expected = attention_seconds(rule.flops, moved, "bf16", False, cluster.device, native=False)
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_a_kernel_keeps_inside_moves_no_bytes_but_where_its_layout_changes() -> None:
+    """relu(x) between ops of its chain, on a device that compiles and on one that does not."""
+    x = TensorType((4096, 4096), "bf16")
+    rule = pointwise.RULES["aten.relu.default"](Node("aten.relu.default", (Ref("x"),), (), ("y",), (x,)), [x])
+    split: Layout = (Shard(0),)
+    states = [OpState((split,), (split,), 8)]
+    for name, compiled in (("h100-dgx", True), ("cpu-gloo", False)):
+        cost = cost_model(load_cluster(name), Mesh.parse("tp=8"))
+        all_moved, one, none = (
+            float(cost.op_seconds(rule, [x], [x], states, (8,), inside=inside)[0])
+            for inside in ((), (True, False), (True, True))
+        )
+        start, each = cost.device.launch_overhead, x.nbytes / 8 / cost.device.traffic
+        assert all_moved == pytest.approx(start + 2 * each)
+        assert one == pytest.approx(start + (1 if compiled else 2) * each)
+        assert (none < one) == compiled
+        prices = BatchPricing(cost, (8,), 2.0)
+        ways = [
+            LayoutChange(x, True, Laid((split,)), Laid((split, (Shard(1),))), inside=inside)
+            for inside in (False, True)
+        ]
+        outside, inside = (prices.way(way)[0] for way in ways)
+        assert inside[0] == outside[0] == 0
+        assert inside[1] - outside[1] == pytest.approx(2 * 2 * each if compiled else 0)
 
 
 def _by_search(

@@ -12,14 +12,13 @@ from autoshard.ir import refs_of
 from autoshard.ir.views import VIEWS
 from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import explanation_lines
-from autoshard.simulate.framework_saved import CHAINED
-from autoshard.simulate.fused import inside_chains, kernel_of
+from autoshard.rules.chains import CHAINED, inside_chains, kernel_of
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
 
 H100 = load_cluster("h100-dgx")
-LLAMA = program("llama", "dp=2,tp=2")
-COMPILED = replace(LLAMA, codegen="inductor")
+BY_DEVICE = program("llama", "dp=2,tp=2")
+LLAMA, COMPILED = (replace(BY_DEVICE, codegen=name) for name in ("interpreter", "inductor"))
 
 
 def test_a_step_is_shorter_by_what_is_not_moved() -> None:
@@ -35,6 +34,12 @@ def test_a_step_is_shorter_by_what_is_not_moved() -> None:
     assert total > 0
     assert estimate_step(COMPILED, H100).seconds < estimate_step(LLAMA, H100).seconds
     assert estimate_step(COMPILED, H100).fullest.peak == estimate_step(LLAMA, H100).fullest.peak
+
+
+def test_the_device_decides() -> None:
+    """Programs are compiled on GPUs alone, if nothing is said."""
+    for cluster, as_on_it in ((H100, COMPILED), (load_cluster("cpu-gloo"), LLAMA)):
+        assert estimate_step(BY_DEVICE, cluster).seconds == estimate_step(as_on_it, cluster).seconds
 
 
 def test_kernels_of_a_layer() -> None:

@@ -124,10 +124,11 @@ def measure_device(
         say(f"elementwise ops reach {kernels.traffic:.2g} of it, {kernels.cached:.3g} times that in caches")
         kernels = replace(kernels, view=look, hand=measure_handing(clock))
         say(f"a parameter handed over in {kernels.hand * 1e6:.3g} us")
+        sources["compiled"] = "programs run op by op on CPUs unless codegen says otherwise"
         sources["overlap"] = "0: gloo copies and reduces on the cores that compute"
         alone = min(float(sharing), share)
         sources["alone"] = "reported by the system: threads of the processes of a node over its cores"
-        measured = replace(measured, kernels=kernels, overlap=0.0, alone=alone)
+        measured = replace(measured, kernels=kernels, overlap=0.0, alone=alone, compiled=False)
     else:
         half = next(name for name in ("bf16", "f16", "f32") if name in peaks)
         kernels, sources["kernels"] = measure_gpu_kernels(

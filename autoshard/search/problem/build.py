@@ -98,7 +98,7 @@ class _Builder:
         #: layouts of values in the states of variables, once for all that are alike
         self.laid: dict[object, Laid] = {}
         #: reshards and calls that many edges and calls share
-        self.ways: dict[tuple[TensorType, bool, Laid, Laid, bool], LayoutChange] = {}
+        self.ways: dict[tuple[TensorType, bool, Laid, Laid, bool, bool], LayoutChange] = {}
         self.calls: dict[object, CallGroup] = {}
         self.growing: dict[Place, bool] = {}
         self.strategies: dict[object, ParamStrategies] = {}
@@ -293,7 +293,7 @@ class _Builder:
         if cached is None:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
             cached = self.calls[key] = CallGroup(
-                rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned
+                rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned, kind.inside
             )
         return cached
 
@@ -521,13 +521,23 @@ class _Builder:
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times. kinds: see `_talk`. place: of
         the value."""
-        reduces = place not in self.model.unreduced
-        way = self._way(type_, self._grows(place, type_), self._source(source, position), required, reduces)
+        reduces, inside = place not in self.model.unreduced, place in self.model.kinds.inside
+        given = self._source(source, position)
+        way = self._way(type_, self._grows(place, type_), given, required, reduces, inside=inside)
         self.entries.append(Joined(*kinds, source, target, count, way))
 
-    def _way(self, type_: TensorType, grows: bool, given: Laid, target: Laid, reduces: bool) -> LayoutChange:
+    def _way(
+        self,
+        type_: TensorType,
+        grows: bool,
+        given: Laid,
+        target: Laid,
+        reduces: bool,
+        *,
+        inside: bool = False,
+    ) -> LayoutChange:
         """Many edges are alike."""
-        key = (type_, grows, given, target, reduces)
+        key = (type_, grows, given, target, reduces, inside)
         if key not in self.ways:
             self.ways[key] = LayoutChange(*key)
         return self.ways[key]

@@ -33,7 +33,7 @@ class Laid:
 @dataclass(frozen=True, eq=False)
 class CallGroup:
     """Calls that are alike, in their states. grow: which of all values, ins first, hold the batch; grows:
-    whether there is more to compute with more of it. turned: see `Kind`."""
+    whether there is more to compute with more of it. turned, inside: see `Kind`."""
 
     rule: Factored
     ins: tuple[TensorType, ...]
@@ -42,18 +42,21 @@ class CallGroup:
     grow: tuple[bool, ...]
     grows: bool
     turned: tuple[bool, bool] = (False, False)
+    inside: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutChange:
     """From some layouts of a value to others. grows: whether it holds the batch. reduces: whether partial
-    sums may be reduced; those of some gradients are cast first (`search.problem.gradient_casts`)."""
+    sums may be reduced; those of some gradients are cast first (`search.problem.gradient_casts`). inside:
+    whether a chain of ops that is compiled would not write it if its layout stayed."""
 
     type: TensorType
     grows: bool
     given: Laid
     wanted: Laid
     reduces: bool = True
+    inside: bool = False
 
 
 class BatchPricing:
@@ -95,6 +98,7 @@ class BatchPricing:
                     call.grow,
                     call.turned,
                     self.waves,
+                    call.inside,
                 )
             self._busy[call] = cached
         return cached
@@ -136,10 +140,20 @@ class BatchPricing:
         rows = [0 if lay is None else table.index[lay] for lay in given]
         cols = [table.index[lay] for lay in target if lay is not None]
         seconds = table.seconds.take(rows, axis=0).take(cols, axis=1)
+        if way.inside and self.cost.device.compiled:
+            written, read = (self._moved(way, laid.layouts) for laid in (way.given, way.wanted))
+            apart = np.array(rows)[:, None] != np.array(cols)
+            seconds = seconds + np.where(apart, written[:, None] + read, 0.0)
         if way.reduces:
             return seconds
         partial = np.array([lay is not None and any(isinstance(p, Partial) for p in lay) for lay in given])
         return np.where(partial[:, None] & (np.array(rows)[:, None] != np.array(cols)), np.inf, seconds)
+
+    def _moved(self, way: LayoutChange, layouts: Sequence[Layout | None]) -> Array:
+        """Seconds in which a rank writes or reads a value, in each of its layouts."""
+        scale = (self.scale if way.grows else 1.0) / self.cost.device.traffic
+        held = (0.0 if lay is None else self.cost.local_bytes(way.type, lay, self.sizes) for lay in layouts)
+        return scale * np.array(list(held))
 
 
 class Entry(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.flow import Place
 from autoshard.ir.transposed import turned_in
+from autoshard.rules.chains import inside_chains
 from autoshard.rules.core import Factored
 from autoshard.rules.factor_splits import DigitTable
 
@@ -19,7 +20,8 @@ class Kind:
     refs, ins: values that it takes, and their types. divided: the same number for ops that have the same
     states on any mesh. costs: the same for ops that take the same time in the same states. grow: which of all
     its values, those it takes first, hold the batch. grows: whether there is more to compute with more of it.
-    turned: of a product, whether each of its factors lies in memory by its other dim.
+    turned: of a product, whether each of its factors lies in memory by its other dim. inside: which of its
+    values stay inside fused kernels; () if none does.
     """
 
     refs: tuple[str, ...]
@@ -29,17 +31,20 @@ class Kind:
     grow: tuple[bool, ...]
     grows: bool
     turned: tuple[bool, bool] = (False, False)
+    inside: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
 class Kinds:
     """Of a model. ops: every op's. users: who takes a value. dims: in how many dims of a value the batch is,
-    of all values that ops make or take. twice: whether that is more than one for some value."""
+    of all values that ops make or take. twice: whether that is more than one for some value. inside: values
+    that stay inside fused kernels (`rules.chains`)."""
 
     ops: Mapping[tuple[str, int], Kind]
     users: Mapping[Place, list[tuple[str, int]]]
     dims: Mapping[Place, int]
     twice: bool
+    inside: frozenset[Place]
 
     @staticmethod
     def of(folded: Folded, rules: Mapping[tuple[str, int], Factored], digits: DigitTable) -> Kinds:
@@ -48,8 +53,11 @@ class Kinds:
         dims: dict[Place, int] = {}
         ops: dict[tuple[str, int], Kind] = {}
         users: dict[Place, list[tuple[str, int]]] = {}
+        within: set[Place] = set()
         for name, graph in folded.segments.items():
             types, lying = graph.types(), turned_in(graph)
+            fused = inside_chains(graph.nodes, graph.outputs)
+            within.update((name, value) for value in fused)
             for number, node in enumerate(graph.nodes):
                 rule, refs = rules[name, number], tuple(refs_of(node))
                 ins = tuple([types[r] for r in refs])
@@ -72,6 +80,8 @@ class Kinds:
                 if rule.kernel == "product":
                     left, right = refs[-2:]
                     turned = left in lying, right in lying
+                inside = tuple([value in fused for value, _ in values])
+                inside = inside if any(inside) else ()
                 divided = rule.division, ins, node.types, parts
                 costs = (
                     rule.kind,
@@ -86,6 +96,7 @@ class Kinds:
                     grow,
                     grows,
                     turned,
+                    inside,
                 )
                 ops[name, number] = Kind(
                     refs,
@@ -95,10 +106,11 @@ class Kinds:
                     grow,
                     grows,
                     turned,
+                    inside,
                 )
                 for ref in refs:
                     users.setdefault((name, ref), []).append((name, number))
-        return Kinds(ops, users, dims, any(n > 1 for n in dims.values()))
+        return Kinds(ops, users, dims, any(n > 1 for n in dims.values()), frozenset(within))
 
 
 def batch_dims(digits: DigitTable, place: Place, type_: TensorType) -> int:

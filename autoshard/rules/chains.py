@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from autoshard.ir import Node, refs_of
+from autoshard.ir.scaled import CAST_SCALED
 from autoshard.ir.views import VIEWS
-from autoshard.program.program import Program
-from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.framework_saved import CHAINED
+from autoshard.rules import pointwise
 
-
-def behaviour_of(program: Program) -> Behaviour:
-    """How our runtime runs a program: op by op, unless Inductor is said to compile it."""
-    return Behaviour(fused=program.codegen == "inductor")
+#: ops that chains in one kernel are made of: elementwise, and sums over rows
+CHAINED = frozenset(
+    (*pointwise.RULES, "aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", CAST_SCALED)
+)
 
 
 def inside_chains(
