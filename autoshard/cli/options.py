@@ -31,7 +31,14 @@ ClusterOption = Annotated[
         help="cost model; without --mesh, its best mesh shape is searched [default: h100-dgx]",
     ),
 ]
-BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="of hf: targets [default: 8]")]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        min=1,
+        help="sequences of hf: targets, one microbatch unless --global-batch is given [default: 8]",
+    ),
+]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
 AlsoOption = Annotated[
     str,

@@ -148,13 +148,14 @@ def test_what_cannot_run_in_tiles_stays(mix: bool) -> None:
 
 def test_a_plan_has_tiles_where_nothing_else_fits() -> None:
     """And says so; the plan alone is enough to compile it."""
-    model, inputs = bench_llama(1, 32, 8192), bench_batch(1, 16384, 8192)
+    model, inputs = bench_llama(1, 32, 8192), bench_batch(2, 8192, 8192)
     free = autoshard.plan(model, "tp=2", example_inputs=inputs, memory=2**33)
     assert not free.plan.tile_rows and free.peak is not None
     tight = autoshard.plan(model, "tp=2", example_inputs=inputs, memory=int(0.6 * free.peak.bytes))
     assert tight.plan.tile_rows == 2048 and tight.peak is not None
     assert tight.peak.bytes < 0.6 * free.peak.bytes
     assert "planned with tiles of 2,048 tokens" in tight.plan.warnings[-1]
+    assert "global_batch=2" in tight.plan.warnings[-1]
     program = autoshard.compile(model, tight.plan, example_inputs=inputs).program
     assert any(node.op == TILES for s in program.lowered.segments.values() for node in s.graph.nodes)
     with pytest.raises(autoshard.InfeasibleError):
