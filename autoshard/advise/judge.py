@@ -55,10 +55,13 @@ class Judge:
         run = run_of(choice, self.tool, self.work)
         rebuilt = rebuilt_run(run, self.work.cluster, framework, self.work.captures)
         step = estimate_step(rebuilt.program, self.work.cluster, behaviour=rebuilt.behaviour)
-        axes = sum(degree > 1 for degree in (choice.tensor, choice.pipeline, choice.data))
-        return Judged(
-            choice, step, fits(step.fullest.peak, self.work.memory, axes), tuple(dict.fromkeys(rebuilt.notes))
-        )
+        enough = fits(step.fullest.peak, self.work.memory, axes_of(choice))
+        return Judged(choice, step, enough, tuple(dict.fromkeys(rebuilt.notes)))
+
+
+def axes_of(choice: ToolConfig) -> int:
+    """How many axes of its mesh have communicators."""
+    return sum(degree > 1 for degree in (choice.tensor, choice.pipeline, choice.data))
 
 
 def run_of(choice: ToolConfig, tool: Tool, work: Work) -> Run:

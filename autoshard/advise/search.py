@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from autoshard.advise.judge import Judge, Judged
+from autoshard.advise.judge import Judge, Judged, axes_of
 from autoshard.advise.space import choices
 from autoshard.advise.tool_config import ToolConfig
 from autoshard.advise.tools import Tool
 from autoshard.advise.work import Work
 from autoshard.errors import InfeasibleError
+from autoshard.validate.counted import fits
 
 #: bytes that every parameter has at least, in the precision that tools train in: itself, gradient, state
 _PARAMETER, _STATE = 2, 12
@@ -30,7 +31,7 @@ _PARAMETER, _STATE = 2, 12
 _LESS_KEPT = ("none", "ops", "full")
 #: configurations simulated at most
 MOST = 200
-#: of what stages keep for backward, what is certain to be that of layers
+#: of what is kept for backward without a pipeline, what is certain to be that of layers
 _OF_LAYERS = 0.9
 #: how many times as long as without it computing takes at least where all of a layer runs again: forward is a
 #: third of the FLOP, and its kernels are no less good than those of backward
@@ -89,7 +90,7 @@ class _Search:
             self._simulate(choice)
         left = [c for c in self.space if c not in known]
         while left and len(self.judged) + len(self.refused) < MOST:
-            left = [c for c in left if self._held(c) <= self.work.memory]
+            left = [c for c in left if fits(self._held(c), self.work.memory, axes_of(c))]
             if not left:
                 break
             # of equal bounds the simplest: fewest stages, then fewest ranks that divide anything
@@ -162,13 +163,14 @@ class _Search:
         """What is the same for all with this key."""
         key, spent = _key(judged.choice), judged.step.spent
         stages = judged.step.stages
-        kept = _OF_LAYERS * min(row.kept for row in stages) * len(stages)
+        # some stage has neither embedding nor loss, or the lesser of the two
+        kept = min(row.kept for row in stages) * len(stages)
         before = self.layers.get(key, _Layers(inf, inf, 0.0, 0.0))
         self.layers[key] = _Layers(
             min(spent.compute, before.compute),
             min(spent.axes.get("tp", 0.0), before.exposed),
             max(kept if len(stages) > 1 else 0.0, before.kept),
-            max(kept, before.alone),
+            max(_OF_LAYERS * kept, before.alone),
         )
 
     def _held(self, choice: ToolConfig) -> float:
@@ -183,11 +185,12 @@ class _Search:
         return self._state(choice) + max(kept, default=0.0)
 
     def _state(self, choice: ToolConfig) -> float:
-        """Bytes of parameters, optimizer and buffers of gradients on the average rank."""
+        """Bytes of parameters, optimizer and buffers of gradients on the average rank, at least: with one
+        microbatch, any stage of ZeRO lets a rank hold its parts alone."""
         mine = self.work.parameters / (choice.tensor * choice.pipeline)
-        state = _STATE / (choice.shards if choice.zero else 1)
-        parameter = _PARAMETER / (choice.shards if choice.zero == 3 else 1)
-        return mine * (parameter + state + self.gradient / (choice.shards if choice.zero > 1 else 1))
+        shards = choice.shards if choice.zero else 1
+        alone = choice.zero == 3 or choice.microbatches(self.work.batch) == 1
+        return mine * (_STATE / shards + (_PARAMETER + self.gradient) / (shards if alone else 1))
 
 
 def _holds_more(choice: ToolConfig, other: ToolConfig) -> bool:
