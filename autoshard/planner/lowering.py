@@ -108,7 +108,7 @@ def lowering_of(
 ) -> LoweringOptions:
     """What the passes after the search need to know of a plan."""
     mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
-    prices = NodePrices(cluster, mesh, whole_mesh(mesh, plan))
+    prices = NodePrices(cluster, mesh, whole_mesh(mesh, plan), passes.codegen)
     return LoweringOptions(
         flow,
         plan,
@@ -211,6 +211,6 @@ def _laid_out(
     taken = replace(taken, hierarchy=hierarchy, quantise=quantise)
     if last == mesh:
         return taken  # priced already
-    prices = NodePrices(cluster, last, whole_mesh(last, options.plan))
+    prices = NodePrices(cluster, last, whole_mesh(last, options.plan), passes.codegen)
     hosting = _hosting(cluster, last, prices, passes)
     return replace(taken, seconds=prices if passes.overlap else None, hosting=hosting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -10,7 +10,7 @@ from autoshard.cost.collective import link_of
 from autoshard.ir import Node, refs_of
 from autoshard.ir.collectives import is_ring
 from autoshard.ir.lowered import PlacedValue
-from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.op_work import Ops
 from autoshard.simulate.rings import alone
 from autoshard.simulate.streams import pricer
@@ -23,26 +23,27 @@ class NodePrices:
     for what it takes and makes.
     """
 
-    def __init__(self, cluster: Cluster, mesh: Mesh, whole: Mesh) -> None:
-        """whole: the mesh with the pipeline, as the cluster is wired."""
+    def __init__(self, cluster: Cluster, mesh: Mesh, whole: Mesh, codegen: str) -> None:
+        """whole: the mesh with the pipeline, as the cluster is wired. codegen: of the program."""
         used = cluster.used_by(whole.world_size)
-        self.ops, self.overlap = Ops(mesh, mesh.coords(0), Behaviour()), cluster.device.overlap
+        behaviour = behaviour_on(cluster.device, codegen)
+        self.ops, self.overlap = Ops(mesh, mesh.coords(0), behaviour), cluster.device.overlap
         self.price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
         #: by identity of a node -> (the node, names of its values, what they are, seconds)
-        self._cache: dict[int, tuple[Node, tuple[str, ...], list[PlacedValue | None], float]] = {}
+        self._cache: dict[int, tuple[Node, tuple[str, ...], list[object], float]] = {}
 
-    def __call__(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
+    def __call__(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str] = ()) -> float:
         cached = self._cache.get(id(node))
         if cached is not None:
             _, names, values_of, seconds = cached
-            if values_of == [values.get(n) for n in names]:
+            if values_of == [(values.get(n), n in inside) for n in names]:
                 return seconds
         names = (*refs_of(node), *node.outs)
-        seconds = self._seconds(node, values)
-        self._cache[id(node)] = node, names, [values.get(n) for n in names], seconds
+        seconds = self._seconds(node, values, inside if self.ops.behaviour.fused else ())
+        self._cache[id(node)] = node, names, [(values.get(n), n in inside) for n in names], seconds
         return seconds
 
-    def _seconds(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
+    def _seconds(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str]) -> float:
         if is_ring(node):
             return alone(self.ops.in_order(node, values), self.price, self.overlap)
-        return sum(self.price(work) for work in self.ops.work(node, values))
+        return sum(self.price(work) for work in self.ops.work(node, values, inside))

@@ -22,7 +22,7 @@ from autoshard.ir.lowered import Instruction, Lowered, PlacedValue, StagePart, u
 from autoshard.ir.offload import HOST_OPS, Offload
 from autoshard.passes.memory.host_calls import HostCalls
 from autoshard.passes.memory.host_storages import StorageGroup, groups_of
-from autoshard.passes.overlap.schedule_ops import Seconds
+from autoshard.passes.overlap.schedule_ops import Seconds, node_seconds
 
 #: uses of a loaded value that are so many computing calls apart share one load
 _NEAR = 1
@@ -86,12 +86,11 @@ class _Work:
     def _compute(self, item: Instruction) -> float:
         """Seconds of computing of an instruction."""
         if not isinstance(item, Call):
-            return 0.0 if _moves(item.op) else self.how.seconds(item, self.lowered.values)
+            return 0.0 if _moves(item.op) else self.how.seconds(item, self.lowered.values, ())
         if item.segment not in self._seconds:
             segment = self.lowered.segments[item.segment]
-            values = segment.placed()
-            nodes = [n for n in segment.graph.nodes if not _moves(n.op)]
-            self._seconds[item.segment] = sum(self.how.seconds(n, values) for n in nodes)
+            each = zip(segment.graph.nodes, node_seconds(segment, self.how.seconds), strict=True)
+            self._seconds[item.segment] = sum(s for n, s in each if not _moves(n.op))
         return self._seconds[item.segment]
 
     @cached_property

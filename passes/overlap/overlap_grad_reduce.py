@@ -17,7 +17,7 @@ from typing import TypeGuard
 from autoshard.ir import Call, Graph, Node, refs_of
 from autoshard.ir.collectives import is_message, is_ring
 from autoshard.ir.lowered import Instruction, Lowered, StagePart, with_parts
-from autoshard.passes.overlap.schedule_ops import Seconds
+from autoshard.passes.overlap.schedule_ops import Seconds, node_seconds
 
 
 def early_reductions(lowered: Lowered, seconds: Seconds) -> Lowered:
@@ -103,9 +103,8 @@ class _Costs:
         """Of everything but messages."""
         if name not in self._computing:
             segment = self._segments[name]
-            values = segment.placed()
-            nodes = (n for n in segment.graph.nodes if not is_message(n) or is_ring(n))
-            self._computing[name] = sum(self._seconds(n, values) for n in nodes)
+            each = zip(segment.graph.nodes, node_seconds(segment, self._seconds), strict=True)
+            self._computing[name] = sum(s for n, s in each if not is_message(n) or is_ring(n))
         return self._computing[name]
 
     def on_its_way(self, name: str) -> tuple[float, ...]:
@@ -114,7 +113,9 @@ class _Costs:
             segment = self._segments[name]
             values = segment.placed()
             found = (_message(segment.graph, value) for value in segment.graph.outputs)
-            self._on_their_way[name] = tuple(0.0 if n is None else self._seconds(n, values) for n in found)
+            self._on_their_way[name] = tuple(
+                0.0 if n is None else self._seconds(n, values, ()) for n in found
+            )
         return self._on_their_way[name]
 
 

@@ -18,7 +18,7 @@ from autoshard.ir.collectives import is_message, is_ring, transfer_of
 from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.overlap.gather_once import gathers_of
-from autoshard.passes.overlap.schedule_ops import Seconds
+from autoshard.passes.overlap.schedule_ops import Seconds, node_seconds
 from autoshard.passes.stages.part_names import parts_named
 
 #: a call is passed over for one that computes so many times as long
@@ -93,12 +93,11 @@ class _Costs:
     def _one(self, statement: Statement) -> float:
         item = self.lowered.main[statement.item]
         if not isinstance(item, Call):
-            return self.seconds(item, self.lowered.values)
+            return self.seconds(item, self.lowered.values, ())
         found = self._of.get(item.segment)
         if found is None:
             segment = self.lowered.segments[item.segment]
-            values = segment.placed()
-            found = self._of[item.segment] = [self.seconds(n, values) for n in segment.graph.nodes]
+            found = self._of[item.segment] = node_seconds(segment, self.seconds)
         return found[statement.number]
 
 

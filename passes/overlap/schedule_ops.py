@@ -8,7 +8,7 @@ messages of an axis, which all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -17,11 +17,19 @@ from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.collectives import axes_of, is_message, is_ring
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.passes.simplify.segment_cache import SegmentCache
+from autoshard.rules.chains import inside_chains
 
-#: seconds of a node, given the types and layouts of the values around it
-Seconds = Callable[[Node, Mapping[str, PlacedValue]], float]
+#: seconds of a node, given the types and layouts of the values around it, and which are inside fused kernels
+Seconds = Callable[[Node, Mapping[str, PlacedValue], Collection[str]], float]
 #: a new order has to save this share of a segment
 _WORTH = 1e-3
+
+
+def node_seconds(segment: LoweredSegment, seconds: Seconds) -> list[float]:
+    """Of each node of a segment."""
+    graph, values = segment.graph, segment.placed()
+    inside = inside_chains(graph.nodes, graph.outputs)
+    return [seconds(node, values, inside) for node in graph.nodes]
 
 
 def overlap(lowered: Lowered, seconds: Seconds, known: SegmentCache) -> Lowered:
@@ -38,8 +46,7 @@ def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
     first = next((n for n in nodes if is_message(n)), None)
     if first is None:
         return segment
-    values = segment.placed()
-    costs = [seconds(node, values) for node in nodes]
+    costs = node_seconds(segment, seconds)
     order = _Scheduling(segment.graph, costs).order()
     before = _played(nodes, costs)
     after = _played([nodes[k] for k in order], [costs[k] for k in order])

@@ -23,7 +23,7 @@ from autoshard.ir.collectives import ALL_GATHER, ALL_GATHER_MM, MM_REDUCE_SCATTE
 from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.ir.views import RESHAPES, TRANSPOSES
 from autoshard.passes.fuse.fuse_bias import fused
-from autoshard.passes.overlap.schedule_ops import Seconds, shortest
+from autoshard.passes.overlap.schedule_ops import Seconds, node_seconds, shortest
 from autoshard.passes.segment_parts import derived_values
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.rules.local import MeshShape, symbolic_shape
@@ -134,11 +134,8 @@ class _Segment:
     def _seconds(self, segment: LoweredSegment) -> float:
         """Seconds of a segment, but for its gathers of parameters, which are on their way before."""
         segment = fused(segment)
-        values = segment.placed()
-        costs = [
-            0.0 if is_message(n) and n.name in self.stored else self.how.seconds(n, values)
-            for n in segment.graph.nodes
-        ]
+        each = zip(segment.graph.nodes, node_seconds(segment, self.how.seconds), strict=True)
+        costs = [0.0 if is_message(n) and n.name in self.stored else s for n, s in each]
         return shortest(segment.graph, costs, moving=self.how.moving)
 
     # what there is

@@ -17,6 +17,8 @@ _PIPED, _PIPED_LATER, _PIPED_ALIKE = 3, 2, 1
 #: a program that takes so many times as long as it was evaluated to says that evaluations tell little between
 #: those like it: so many more of them are solved
 _WRONG, _DOUBTED = 1.25, 2
+#: so do estimates if all that were solved are evaluated to take so many times as long
+_MISJUDGED = 1.1
 #: states of solved configurations together after which no other is solved but those with so many times fewer
 _WORK, _CHEAP = 8_000, 3
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
@@ -151,8 +153,11 @@ class BranchAndBound:
 
     @property
     def _doubted(self) -> bool:
-        """Whether a program of a pipeline took far longer than it was evaluated to."""
-        return self._off.get(_PIPELINES, 1.0) > _WRONG
+        """Whether a program of a pipeline took far longer than it was evaluated to, or all of them were
+        evaluated to take longer than was estimated, as where links are so unlike that cuts are uneven."""
+        solved = [s for s in self._standing.values() if _piped(s.configuration) and s.choices]
+        off = min((s.evaluated / s.estimated for s in solved), default=1.0)
+        return off > _MISJUDGED or self._off.get(_PIPELINES, 1.0) > _WRONG
 
     def _limit(self, other: _Known, config: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
