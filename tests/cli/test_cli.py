@@ -164,7 +164,7 @@ def test_plan_prints_what_was_decided_and_why(invoke: Invoke, place: Path) -> No
 
 
 def test_plan_json(invoke: Invoke) -> None:
-    found = document(invoke("plan", "t:mlp", "--mesh", "dp=2,tp=2", "--json"))
+    found = document(invoke("plan", "t:mlp", "--mesh", "dp=2,tp=2", "--gpus", "4", "--json"))
     assert found["ranks"] == 4 and found["gap"] >= 0 and found["dual_bound"] <= found["seconds"] * (1 + 1e-9)
     assert found["parameter_count"] == 16 * 64 * 2 + 64 + 16 + 32
     assert found["optimizer_bytes"] == 2 * found["parameter_bytes"]
@@ -300,7 +300,7 @@ def test_a_log_of_steps(invoke: Invoke, place: Path) -> None:
 BAD = {
     "axis without size": (2, "t:mlp --mesh dp", "is not an axis"),
     "no mesh": (2, "t:mlp", "--mesh dp=2,tp=2"),
-    "mesh and gpus": (2, "t:mlp --mesh dp=2 --gpus 2", "leave one out"),
+    "mesh and gpus": (2, "t:mlp --mesh dp=2 --gpus 4", "has 2 ranks"),
     "unknown cluster": (2, "t:mlp --cluster h100", "h100-dgx"),
     "batch too small": (2, "t:mlp --mesh dp=16", "too small for 16"),
     "batch of a callable": (2, "t:mlp --mesh dp=2 --batch 4", "hf:"),

@@ -208,7 +208,7 @@ def test_axes_that_are_taken_apart_have_no_rings() -> None:
     grads = [r.value for r in plain.signature.results if r.kind == "grad"]
 
     def made(*without: str) -> Lowered:
-        how = Rings(MeshShape(("tp",), (2,)), lambda n, _: float(not is_ring(n)), frozenset(without))
+        how = Rings(MeshShape(("tp",), (2,)), lambda n, *_: float(not is_ring(n)), frozenset(without))
         return ring_products(plain.lowered, ports, grads, how, SegmentCache())
 
     assert made("tp") == plain.lowered
