@@ -90,7 +90,7 @@ class _Search:
             self._simulate(choice)
         left = [c for c in self.space if c not in known]
         while left and len(self.judged) + len(self.refused) < MOST:
-            left = [c for c in left if fits(self._held(c), self.work.memory, axes_of(c))]
+            left = [c for c in left if fits(self.least_bytes(c), self.work.memory, axes_of(c))]
             if not left:
                 break
             # of equal bounds the simplest: fewest stages, then fewest ranks that divide anything
@@ -173,7 +173,7 @@ class _Search:
             max(_OF_LAYERS * kept, before.alone),
         )
 
-    def _held(self, choice: ToolConfig) -> float:
+    def least_bytes(self, choice: ToolConfig) -> float:
         """Bytes that the fullest rank holds at least: what grows with the microbatch, and shrinks with tensor
         ranks no more than in proportion."""
         tensor, micro, recompute = _key(choice)

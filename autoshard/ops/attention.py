@@ -31,6 +31,11 @@ def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tenso
     return like.new_empty((b, s, h, channels.shape[3])).transpose(1, 2)
 
 
+def zeros_like_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Gradients:
+    """To add gradients of parts to, in the memory order [b, s, h, d]."""
+    return _by_positions(q, q, q).zero_(), _by_positions(k, k, k).zero_(), _by_positions(v, v, v).zero_()
+
+
 def in_bshd(x: torch.Tensor) -> torch.Tensor:
     """The same values in the memory order [b, s, h, d]; free if they lie like that already."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -146,9 +151,7 @@ def _capped_backward(
     scale: float,
     softcap: float,
 ) -> Gradients:
-    grads = fake_backward(grad, q, k, v, out, lse, mask, causal, scale)
-    for gradient in grads:
-        gradient.zero_()
+    grads = zeros_like_all(q, k, v)
     for rows, keys, part in _parts(q, k, mask, causal):
         given = (
             grad[:, :, rows],

@@ -26,6 +26,7 @@ from autoshard.ops.attention import (
     fake,
     fake_backward,
     in_bshd,
+    zeros_like_all,
 )
 from autoshard.torch_adapters.op_library import define
 
@@ -244,9 +245,7 @@ def sdpa_rows_backward(
         given = grad, q, k, v, out, lse, _keys_of(mask), scale, start, zigzag, window, causal, softcap
         made = torch.ops.autoshard.flash_rows_backward(*given)
         return in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])
-    grad_q, grad_k, grad_v = fake_backward(grad, q, k, v, out, lse, None, True, scale)
-    for gradient in (grad_q, grad_k, grad_v):
-        gradient.zero_()
+    grad_q, grad_k, grad_v = zeros_like_all(q, k, v)
     for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
         for tile in tiles:
             rows, keys = (tile.batch, _ALL, tile.rows), (tile.batch, _ALL, tile.keys)

@@ -283,9 +283,9 @@ class PlanningRequest:
                 continue
             if best is None or _step_of(found) < _step_of(best):
                 warning = f"planned with {text}: nothing fits the memory without tiles"
-                if self.batch is None and batch_of(analysis.folded) > 1:
-                    several = f"global_batch={batch_of(analysis.folded)}"
-                    warning += f"; {several} (--global-batch) would let a step be several microbatches"
+                if self.batch is None and (batch := batch_of(analysis.folded)) > 1:
+                    several = f"global_batch={batch} (--global-batch)"
+                    warning += f"; {several} would let a step be several microbatches"
                 best = replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, warning)))
             if not found.plan.recompute or request.offload:
                 break  # less on the device could not be faster

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from autoshard.cluster.cluster import Cluster
@@ -76,11 +77,10 @@ def _moved(order: Sequence[int], experts: _Experts) -> int:
 
 
 def _step(program: Program, cluster: Cluster, experts: _Experts, name: str, routing: Routing) -> RoutedStep:
+    how = partial(behaviour_on, cluster.device, program.codegen)
+    step = estimate_step(program, cluster, behaviour=how(routing=routing))
     layer = routing.fullest_layer(experts.ways)
-    step, full = (
-        estimate_step(program, cluster, behaviour=behaviour_on(cluster.device, program.codegen, routing=each))
-        for each in (routing, layer)
-    )
+    full = step if layer == routing else estimate_step(program, cluster, behaviour=how(routing=layer))
     return RoutedStep(
         name, routing.load(experts.chosen, experts.count, experts.ways), step.seconds, full.fullest.peak
     )

@@ -140,14 +140,14 @@ class BatchPricing:
         rows = [0 if lay is None else table.index[lay] for lay in given]
         cols = [table.index[lay] for lay in target if lay is not None]
         seconds = table.seconds.take(rows, axis=0).take(cols, axis=1)
+        apart = np.array(rows)[:, None] != np.array(cols)
         if way.inside and self.cost.device.compiled:
             written, read = (self._moved(way, laid.layouts) for laid in (way.given, way.wanted))
-            apart = np.array(rows)[:, None] != np.array(cols)
             seconds = seconds + np.where(apart, written[:, None] + read, 0.0)
         if way.reduces:
             return seconds
         partial = np.array([lay is not None and any(isinstance(p, Partial) for p in lay) for lay in given])
-        return np.where(partial[:, None] & (np.array(rows)[:, None] != np.array(cols)), np.inf, seconds)
+        return np.where(partial[:, None] & apart, np.inf, seconds)
 
     def _moved(self, way: LayoutChange, layouts: Sequence[Layout | None]) -> Array:
         """Seconds in which a rank writes or reads a value, in each of its layouts."""
