@@ -14,6 +14,7 @@ from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of
 from autoshard.passes.fuse.fuse_bias import fuse_bias
 from autoshard.passes.fuse.fuse_kernels import fuse_kernels
+from autoshard.passes.memory.join_recompute import join_recompute
 from autoshard.passes.memory.offload import Hosting, offload
 from autoshard.passes.memory.recompute import recompute
 from autoshard.passes.memory.tile_rows import tile_rows
@@ -74,6 +75,7 @@ class LoweringOptions:
     collectives are done level by level. secondary: which parameters and gradients are split over fewer
     ranks within a step. hosting: what waits in host memory, None for nothing. known: what passes made of
     segments, for programs that differ in flow and plan alone. terms: what adds up over microbatches.
+    join_recompute: whether what a layer recomputes is part of its backward.
     """
 
     flow: Flow
@@ -95,6 +97,7 @@ class LoweringOptions:
     hosting: Hosting | None = None
     known: SegmentCache = field(default_factory=SegmentCache, compare=False, repr=False)
     terms: BatchTerms = NO_TERMS
+    join_recompute: bool = True
 
     def of(self, short: Shortened) -> LoweringOptions:
         """The same for the model without most of its equal layers."""
@@ -313,6 +316,12 @@ FINISHING = (
         needs="stages",
     ),
     _pass("localize_slices", _localize, lambda c: c.slices > 1, needs="layouts", gives="local"),
+    _pass(
+        "join_recompute",
+        lambda g, c: join_recompute(g, c.ports("tangent")),
+        lambda c: c.options.join_recompute and bool(c.options.plan.recompute),
+        needs="local stages",
+    ),
     _pass("ring_products", _ring, lambda c: c.options.ring is not None, needs="local"),
     _pass(
         "bucket",

@@ -208,6 +208,7 @@ def _program(
         prices.of(mesh, None).reshard,
         scaled.analysis.table,
         saving=saving,
+        join_recompute=False,
     )
     if plan.microbatches > 1:
         # what it computes is equal for equal microbatches; a second capture would only cost time

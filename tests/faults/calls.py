@@ -139,18 +139,18 @@ def _draws(program: Program, segment: str) -> bool:
 def wrong_recompute(program: Program) -> Iterator[Fault]:
     """Backward computes something else again than forward did: it takes another value."""
     for number, item in enumerate(program.lowered.main):
-        if isinstance(item, Call) and item.backward and "_again" in item.segment:
+        if isinstance(item, Call) and item.backward and item.segment.endswith("_recompute"):
             values = program.lowered.values
             others = [
                 v
                 for v in values
                 if v not in item.args
-                and values[v] == values[item.args[0]]
+                and values[v] == values[item.args[-1]]
                 and _made_before(program, v, number)
             ]
             if others:
                 main = list(program.lowered.main)
-                main[number] = replace(item, args=(others[0], *item.args[1:]))
+                main[number] = replace(item, args=(*item.args[:-1], others[0]))
                 yield Fault(with_main(program, main), rules("function"), ())
 
 

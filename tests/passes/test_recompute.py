@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_same_numbers(name: str, mesh: str, policy: str, calls: int) -> None:
 def test_the_first_calls_run_again(calls: int, policy: str) -> None:
     """One, half and all of four layers: bytes fall with each."""
     made = _program(DEEP.name, "fsdp=4", policy, calls)
-    again = [i.label for i in made.lowered.main if isinstance(i, Call) and i.segment.endswith("_again")]
+    again = [i.label for i in made.lowered.main if isinstance(i, Call) and i.segment.endswith("_recompute")]
     assert again == [f"model.layers.{k}" for k in reversed(range(calls))]
     found, wanted = _results(made, *_make(DEEP.name)), _plain_results(DEEP.name, "fsdp=4")
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
@@ -223,10 +224,16 @@ def test_fewer_bytes_for_more_work(name: str, mesh: str) -> None:
 def test_products_run_once_if_selective(name: str) -> None:
     for policy, expected in (("selective", False), ("full", True)):
         made = _program(name, "dp=2,tp=2", policy)
-        again = [s for n, s in made.lowered.segments.items() if "_again" in n]
-        assert again
-        ops = {node.op for segment in again for node in segment.graph.nodes}
-        assert bool(ops & PRODUCTS) == expected
+        plain = _program(name, "dp=2,tp=2").lowered.segments
+        joined = {n.removesuffix("_recompute"): s for n, s in made.lowered.segments.items() if n not in plain}
+        assert joined
+        for before, segment in joined.items():
+            more = _products(segment) - _products(plain[before])
+            assert bool(more) == expected, (before, more)
+
+
+def _products(segment: LoweredSegment) -> Counter[str]:
+    return Counter(node.op for node in segment.graph.nodes if node.op in PRODUCTS)
 
 
 def test_a_rank_holds_what_the_estimate_says() -> None:
