@@ -20,7 +20,7 @@ from gloo_api_worker import check, raises
 from leaving import leave
 from pipeline_api_worker import COUNT, bound, shared
 from pipelines import model_and_batch, pipeline
-from sampling import sampled
+from sampling import all_cases, sampled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -360,7 +360,7 @@ def optimizers(folder: Path) -> None:
             average = torch.optim.swa_utils.AveragedModel(
                 subject, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
             )
-            run = torch.compile(subject) if name == "SGD" and subject is model else subject
+            run = torch.compile(subject) if all_cases() and name == "SGD" and subject is model else subject
             losses = []
             for _ in range(3):
                 losses.append(step(run, optimizer, inputs))

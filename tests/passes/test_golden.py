@@ -34,7 +34,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         "fsdp=2,tp=2",
         (
             *("fold", "decompose", "normalize", "insert_collectives", "recompute"),
-            *("localize", "bucket", "defer_reductions"),
+            *("localize", "join_recompute", "bucket", "defer_reductions"),
         ),
     ),
     "two-stages": (

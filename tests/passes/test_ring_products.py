@@ -54,14 +54,14 @@ FOUND: dict[tuple[str, str], dict[tuple[str, str], int]] = {
     ("llama", "tp=2"): {
         ("layers_fwd", GATHER): 1,
         ("layers_fwd", SCATTER): 1,
-        ("layers_bwd", GATHER): 1,
+        ("layers_bwd", GATHER): 2,
         ("layers_bwd", SCATTER): 2,
     },
     ("llama", "tp=4"): {
         ("layers_fwd", GATHER): 1,
         ("layers_fwd", SCATTER): 1,
-        ("layers_bwd", GATHER): 1,
-        ("layers_bwd", SCATTER): 1,
+        ("layers_bwd", GATHER): 2,
+        ("layers_bwd", SCATTER): 2,
     },
     ("llama", "dp=2,tp=2"): {
         ("layers_fwd", GATHER): 1,

@@ -187,7 +187,8 @@ def least_weight(policy: StepConfig, key: Time) -> float:
     if key.kind not in OF_ACTIVATIONS:
         return 0.0
     backward = 1.0 - policy.overlap if key.kind == "talk" else 1.0
-    return backward if key.backward else 1.0 + backward * policy.recomputed_share(key.segment, key.cheap)
+    once = 0.0 if key.kind == "again" else 1.0
+    return backward if key.backward else once + backward * policy.recomputed_share(key.segment, key.cheap)
 
 
 def _activations(policy: StepConfig, kind: Bytes) -> float:

@@ -35,6 +35,7 @@ from autoshard.search.problem.cost_entries import (
     Joined,
     Laid,
     LayoutChange,
+    Recomputed,
     ValueBytes,
 )
 from autoshard.search.problem.cost_terms import Bytes, Time
@@ -266,11 +267,25 @@ class _Builder:
             if rule.exchange:
                 exchange = Time("exchange", self.backward[name], *recomputed)
                 self.entries.append(Exchanged(exchange, var, self.counts[name], call))
-            work = Time("work", self.backward[name], *recomputed)
-            self.entries.append(Busy(work, var, self.counts[name], call))
+            self._busy(name, number, var, call, recomputed)
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
                 self.makers[name, out] = (number, position)
+
+    def _busy(self, name: str, number: int, var: int, call: CallGroup, recomputed: tuple[str, bool]) -> None:
+        """Computing of a call, and what recomputing it adds."""
+        count, kind = self.counts[name], self.kinds[name, number]
+        if recomputed[0] and self.cost.device.compiled:
+            chains, outs = self.model.recomputed, self.model.folded.segments[name].nodes[number].outs
+            fewer = [
+                self._call(name, number, call.states, tuple((name, v) in inside for v in (*kind.refs, *outs)))
+                for inside in (chains.forward, chains.backward)
+            ]
+            if any(other is not call for other in fewer):
+                self.entries.append(Busy(Time("work"), var, count, call))
+                self.entries.append(Recomputed(Time("again", False, *recomputed), var, count, call, *fewer))
+                return
+        self.entries.append(Busy(Time("work", self.backward[name], *recomputed), var, count, call))
 
     def _states(self, name: str, number: int, must: tuple[bool, ...]) -> tuple[OpState, ...]:
         """The states of a call; many calls are alike."""
@@ -284,16 +299,19 @@ class _Builder:
             cache[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, allowed, must))
         return cache[key]
 
-    def _call(self, name: str, number: int, states: tuple[OpState, ...]) -> CallGroup:
-        """A call in its states; many calls are alike."""
+    def _call(
+        self, name: str, number: int, states: tuple[OpState, ...], inside: tuple[bool, ...] | None = None
+    ) -> CallGroup:
+        """A call in its states; many calls are alike. inside: see `Kind`, where that is not the op's own."""
         kind = self.kinds[name, number]
+        inside = kind.inside if inside is None else inside if any(inside) else ()
         # the model keeps the states of all calls, so that their identity stays theirs
-        key = (kind.costs, id(states))
+        key = (kind.costs, id(states), inside)
         cached = self.calls.get(key)
         if cached is None:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
             cached = self.calls[key] = CallGroup(
-                rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned, kind.inside
+                rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned, inside
             )
         return cached
 

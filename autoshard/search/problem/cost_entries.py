@@ -178,6 +178,24 @@ class Busy:
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """What recomputing a call adds, ``count`` times. forward, backward: the call where its layer is
+    recomputed, and as it is."""
+
+    key: Time
+    variable: int
+    count: int
+    call: CallGroup
+    forward: CallGroup
+    backward: CallGroup
+
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
+        more = prices.busy(self.forward) + prices.busy(self.backward) - prices.busy(self.call)
+        # a state that cannot be costs inf in all three
+        terms.add(self.key, self.variable, np.maximum(np.nan_to_num(more, posinf=0.0), 0.0) * self.count)
+
+
+@dataclass(frozen=True)
 class Exchanged:
     """Rows that a call exchanges with their owners, ``count`` times."""
 

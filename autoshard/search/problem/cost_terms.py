@@ -18,7 +18,18 @@ from autoshard.solver.network import Array, CostNetwork, Indices
 
 K = TypeVar("K")
 TimeKind: TypeAlias = Literal[
-    "work", "talk", "exchange", "gather", "inline", "reduce", "sum", "first", "once", "last", "update"
+    "work",
+    "again",
+    "talk",
+    "exchange",
+    "gather",
+    "inline",
+    "reduce",
+    "sum",
+    "first",
+    "once",
+    "last",
+    "update",
 ]
 ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input", "waiting", "window"]
 
@@ -26,12 +37,13 @@ ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", 
 class Time(NamedTuple):
     """A kind of seconds.
 
-    kind: as in `cost.step_time.StepSums`. exchange: of tokens between experts, which waits in a queue with
-    what parameters send over the same axis, so that nothing hides it. inline, once: what parameters take that
-    nothing hides, in every microbatch or once a step (`search.problem.exposed_collectives`). sum: adding
-    gradients to those of the microbatches before, if there are several. backward: the phase. segment: of
-    work, talk and exchanges that full recomputation would repeat, else "". cheap: whether selective
-    recomputation would, too.
+    kind: as in `cost.step_time.StepSums`. again: what recomputing an op adds where that is not its work, as
+    its values then stay inside fused kernels (`search.problem.recomputed_chains`). exchange: of tokens
+    between experts, which waits in a queue with what parameters send over the same axis, so that nothing
+    hides it. inline, once: what parameters take that nothing hides, in every microbatch or once a step
+    (`search.problem.exposed_collectives`). sum: adding gradients to those of the microbatches before, if
+    there are several. backward: the phase. segment: of what full recomputation would repeat, else "". cheap:
+    whether selective recomputation would, too.
     """
 
     kind: TimeKind
@@ -41,7 +53,7 @@ class Time(NamedTuple):
 
 
 #: kinds that do not belong to parameters
-OF_ACTIVATIONS: tuple[TimeKind, ...] = ("work", "talk", "exchange")
+OF_ACTIVATIONS: tuple[TimeKind, ...] = ("work", "again", "talk", "exchange")
 
 
 class Bytes(NamedTuple):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from autoshard.search.problem.cost_entries import Busy, Entry, Exchanged, Joined
+from autoshard.search.problem.cost_entries import Busy, Entry, Exchanged, Joined, Recomputed
+
+_COUNTED = Busy | Exchanged | Recomputed | Joined
 
 
 def merged(entries: Sequence[Entry]) -> list[Entry]:
@@ -13,14 +15,12 @@ def merged(entries: Sequence[Entry]) -> list[Entry]:
     by_key: dict[Hashable, Entry] = {}
     for number, entry in enumerate(entries):
         match entry:
-            case Busy() | Exchanged():
-                key: Hashable = (type(entry), entry.key, entry.variable, entry.call)
-            case Joined():
-                key = (Joined, entry.key, entry.source, entry.target, entry.way, entry.larger)
+            case Busy() | Exchanged() | Recomputed() | Joined():
+                key: Hashable = replace(entry, count=0)
             case _:
                 key = number
         before = by_key.get(key)
-        if isinstance(before, Busy | Exchanged | Joined) and isinstance(entry, Busy | Exchanged | Joined):
+        if isinstance(before, _COUNTED) and isinstance(entry, _COUNTED):
             by_key[key] = replace(before, count=before.count + entry.count)
         else:
             by_key[key] = entry

@@ -20,6 +20,7 @@ from autoshard.search.problem.decisions import NodeVar, ValueVar, Variable, with
 from autoshard.search.problem.gradient_casts import before_gradient_casts
 from autoshard.search.problem.op_classes import Kinds
 from autoshard.search.problem.param_buckets import Shares, shares_of
+from autoshard.search.problem.recomputed_chains import RecomputedChains
 from autoshard.search.problem.saved_for_backward import SavedTerms, kept_activations
 from autoshard.search.problem.search_axes import SearchAxes
 from autoshard.search.problem.tied_decisions import TiedDecisions
@@ -48,6 +49,11 @@ class Model:
     def kept(self) -> SavedTerms:
         """What backward reads of forward; the same on every mesh."""
         return kept_activations(self.folded, self.flow, self.rules)
+
+    @cached_property
+    def recomputed(self) -> RecomputedChains:
+        """What of recomputed layers stays inside fused kernels."""
+        return RecomputedChains.of(self.folded, self.flow, self.kept)
 
     @cached_property
     def unreduced(self) -> frozenset[Place]:

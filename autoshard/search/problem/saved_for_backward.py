@@ -24,12 +24,14 @@ NodeKey = tuple[str, int]
 class SavedTerms:
     """bytes: (kind, the place whose storage it is, in how many calls). full, selective: nodes that run again
     under these policies. read: values of layers that backward reads, and what they are views of -> whether
-    backward reads the storage of a view as well, from which it can be laid out once more."""
+    backward reads the storage of a view as well, from which it can be laid out once more. staying: layer ->
+    values that selective recomputation starts from."""
 
     bytes: tuple[tuple[Bytes, Place, int], ...]
     full: frozenset[NodeKey]
     selective: frozenset[NodeKey]
     read: Mapping[Place, bool]
+    staying: Mapping[str, frozenset[str]]
 
     def recomputed_by(self, nodes: Collection[NodeKey]) -> tuple[str, bool]:
         """(segment, whether under both policies) if any of the nodes is recomputed, else ("", False)."""
@@ -84,7 +86,7 @@ class _Analysis:
         used = {s for s, t in self.flow.edges if s[0] in self.layers and self.backward[t[0]]}
         views = {v for place in used for v in (place, *self._viewed(place))}
         kept = {v: self.root(v) != v and self.root(v) in used for v in views}
-        return SavedTerms(tuple(entries), frozenset(self.full), frozenset(self.selective), kept)
+        return SavedTerms(tuple(entries), frozenset(self.full), frozenset(self.selective), kept, staying)
 
     def _waiting(self, read: Mapping[Place, int]) -> tuple[dict[Place, bool], dict[Place, int]]:
         """(what backward reads -> whether gradients of parameters are made of it, gradients of activations

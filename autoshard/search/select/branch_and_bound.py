@@ -98,6 +98,11 @@ class BranchAndBound:
         least = min((1.0, *self._off.values()))
         return self.reached / self._off.get(_errs(config), least)
 
+    def promising(self, config: Configuration) -> float:
+        """Seconds that a solution has to be evaluated to take less than to become a program: what nothing was
+        measured of may be evaluated to take a little too long."""
+        return self.needed(config) * (1.0 if _errs(config) in self._off else _MARGIN)
+
     def ahead(self, config: Configuration) -> float:
         """Seconds of what a configuration has to be faster than, if what waits to be a program fits."""
         return min(self.needed(config), *(s.evaluated for s in self._waiting), inf)

@@ -283,7 +283,7 @@ class CandidateSolver:
             solution, seconds = first
             if bnb.incumbent is not None and self.spent():
                 continue  # a fit may be solved several times
-            measured, needed = None, bnb.needed(solution.configuration)
+            measured, needed = None, bnb.promising(solution.configuration)
             if seconds < needed and self.evaluator is not None:
                 try:
                     fits = solution if self.interrupted else self.evaluator.fit(solution, needed, self.spent)

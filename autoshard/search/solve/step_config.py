@@ -164,6 +164,8 @@ class StepConfig:
                     if key.backward:
                         return w.work_backward
                     return w.work_forward + self.recomputed_share(key.segment, key.cheap) * w.work_backward
+                case "again":
+                    return self.recomputed_share(key.segment, key.cheap) * w.work_backward
                 case "talk" | "exchange":
                     backward = w.talk_backward if key.kind == "talk" else w.talk
                     if key.backward:
@@ -200,7 +202,8 @@ class StepConfig:
             for key, seconds in profile.seconds.items():
                 kind = key.kind
                 if kind in IN_BACKWARD:
-                    sums[IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
+                    if kind != "again":
+                        sums[IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
                     if recomputes and not key.backward:
                         sums[IN_BACKWARD[kind]] += self.recomputed_share(key.segment, key.cheap) * seconds
                 elif kind == "gather":
@@ -269,6 +272,7 @@ _BESIDE = 0.5
 _IN_FORWARD: Mapping[TimeKind, str] = {"work": "work_forward", "talk": "talk", "exchange": "talk"}
 IN_BACKWARD: Mapping[TimeKind, str] = {
     "work": "work_backward",
+    "again": "work_backward",
     "talk": "talk_backward",
     "exchange": "talk",
 }
