@@ -34,7 +34,8 @@ from autoshard.simulate.work import (
     Work,
 )
 
-#: segments that backward runs again, and parts of them (`passes.memory.recompute`, `ir.statements.Taker`)
+#: segments that backward recomputes, parts of them (`passes.memory.recompute`, `ir.statements.Taker`), and
+#: values (`passes.memory.join_recompute`)
 AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
 _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 #: products of rows with rows

@@ -245,7 +245,8 @@ def program_flop(pricer: Pricer) -> tuple[float, str]:
             continue
         else:
             segment = lowered.segments[item.segment]
-            found = pricer.flop(segment.graph.nodes, segment.placed())
+            nodes = [n for n in segment.graph.nodes if not any(map(AGAIN.search, n.outs))]
+            found = pricer.flop(nodes, segment.placed())
         for dtype, flop in found.items():
             done[dtype] = done.get(dtype, 0.0) + flop
     total = pricer.program.microbatches * sum(done.values())

@@ -3,7 +3,7 @@
 `recompute` puts a call of its own in front of each backward call. In one segment, chains of elementwise ops
 go from what was saved to gradients, so that a compiler keeps their values inside kernels (torch's min-cut
 partitioner relies on the same), each value stands right before its first use and is freed after its last,
-and collectives of either part run beside the products of the other.
+and collectives of either part run beside the products of the other. What is recomputed is called ``x_again``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from autoshard.ir import Call, CallSite, Graph, Node, refs_of
 from autoshard.ir.graph import renamed
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, StagePart, uses_of, with_parts
-from autoshard.ir.names import free_name, fresh_name
+from autoshard.ir.names import free_name
+from autoshard.passes.segment_parts import fresh
 
 
 def join_recompute(lowered: Lowered, tangents: Collection[str]) -> Lowered:
@@ -103,25 +104,22 @@ class _Joining:
         for (value, _), arg in zip(second.graph.inputs, call.args, strict=True):
             inside.setdefault(arg, value)
         names: dict[str, str] = {}  # value of the first -> its name in the segment
-        bound = [n for n, _ in first.graph.inputs], first.graph.outputs
-        for values, at in zip(bound, (before.args, before.outs), strict=True):
-            for value, main in zip(values, at, strict=True):
-                if value not in names:
-                    names[value] = inside[main] if main in inside else fresh_name(value, taken)
-                inside.setdefault(main, names[value])
+        for (value, _), arg in zip(first.graph.inputs, before.args, strict=True):
+            names[value] = inside.setdefault(arg, value if value not in taken else fresh(value, taken))
+            taken.add(names[value])
         for value in types:
             if value not in names:
-                names[value] = fresh_name(value, taken)
+                names[value] = fresh(value, taken)
         # what is one value of the first, or one of main, is one value of the second
-        ends = dict(zip(before.outs, first.graph.outputs, strict=True))
+        ends = {out: names[value] for value, out in zip(first.graph.outputs, before.outs, strict=True)}
         again = {
-            value: names[ends[arg]] if arg in ends else inside[arg]
+            value: ends.get(arg, inside[arg])
             for (value, _), arg in zip(second.graph.inputs, call.args, strict=True)
         }
         recomputed = [_shifted(n, before.site - call.site) for n in renamed(first.graph.nodes, names)]
         nodes = _late(recomputed, renamed(second.graph.nodes, again))
         typed = {**{names[v]: t for v, t in types.items()}, **second.graph.types()}
-        outputs = (*second.graph.outputs, *(names[ends[v]] for v in outs))
+        outputs = (*second.graph.outputs, *(ends[v] for v in outs))
         graph = Graph(name, tuple((inside[v], typed[inside[v]]) for v in inputs), nodes, outputs)
         made = {*(inside[v] for v in inputs), *(o for n in nodes for o in n.outs)}
         layouts = {names[v]: at for v, at in first.layouts.items()} | second.layouts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from autoshard.ir.placement import Partial, Replicate, Shard
 from autoshard.ir.symbols import LocalSize, ShardOf
 from autoshard.ir.transposed import turned_in
 from autoshard.ir.views import VIEWS
+from autoshard.passes.pipeline import LoweringOptions
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plan.plan import Recompute
@@ -522,7 +524,10 @@ def test_what_fits_in_caches_is_moved_faster() -> None:
         replace(plain.kernels, cached=0.5)
 
 
-def test_a_layer_that_runs_again_whole_takes_longer() -> None:
+def test_a_layer_that_runs_again_whole_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in programs of other tools, which recompute in calls of their own."""
+    apart = partial(LoweringOptions, join_recompute=False)
+    monkeypatch.setattr("autoshard.planner.lowering.LoweringOptions", apart)
     found = planned("llama-deep", "dp=1")
     segments = [c.segment for c in found.analysis.folded.calls if not c.backward and c.label]
     chosen = {s: Recompute("full", segments.count(s)) for s in segments}

@@ -116,10 +116,9 @@ class BranchAndBound:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
         config = estimated.configuration
         most_alike = _PIPED_ALIKE if _piped(config) else _ALIKE
-        costly = _piped(config)
         reached = self.needed(config)
-        slow = estimated.hopeless or estimated.floor >= reached
-        if self.incumbent is not None and not isfinite(estimated.seconds) and (costly or slow):
+        slow = _piped(config) or estimated.hopeless or estimated.floor >= reached
+        if self.incumbent is not None and not isfinite(estimated.seconds) and slow:
             return True  # seems not to fit: looked at only where that takes a moment
         if estimated.bound >= reached or self._alike[alike(config)] >= most_alike:
             return True
@@ -128,15 +127,19 @@ class BranchAndBound:
         if self._would_be_far_behind(estimated):
             return True
         # estimates with and without pipelines do not err alike: one of each is solved
-        kinds = {_piped(c) for c in self._standing}
-        if _piped(config) not in kinds and estimated.seconds <= _FAR * reached:
+        kinds = {_errs(c) for c in self._standing}
+        if _piped(config) not in {piped for piped, _ in kinds} and estimated.seconds <= _FAR * reached:
             return False
         limit = min((self._limit(s, config) for s in self._standing.values()), default=inf)
         work = sum(s.choices for s in self._standing.values())
+        costly = _WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated)
+        # nor do those that split tensors and those that do not: one is solved that may be the best
+        if _errs(config) not in kinds and estimated.seconds <= _MARGIN * reached:
+            return costly
         return (
-            (isfinite(estimated.seconds) and estimated.seconds > limit)
+            costly
+            or (isfinite(estimated.seconds) and estimated.seconds > limit)
             or self._like(config) >= self._most(config)
-            or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
         )
 
     def wants(self, estimated: Estimated) -> bool:
