@@ -1,24 +1,34 @@
 """Backward makes its own views of what forward made, instead of being handed them.
 
 Then a weight reaches the backward half as itself, so that it can be gathered again or kept, and an
-activation is kept once, not once per view of it.
+activation is kept once, not once per view of it. What is expanded and copied, as the keys and values of
+grouped attention, is copied again: it holds several times as much as what it is a copy of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from autoshard.ir import Joint, Node, Ref, refs_of, substitute
 from autoshard.ir.views import RESHAPES, TRANSPOSES, UNIT_DIMS
 
+_EXPAND, _CLONE = "aten.expand.default", "aten.clone.default"
 #: never move data
 STRIDED = TRANSPOSES | UNIT_DIMS
 
 
 def repeat_views(joint: Joint) -> Joint:
-    """The joint graph in which no forward view that costs nothing is used by a backward node."""
+    """The joint graph in which no backward node uses a view of forward that costs nothing, or a copy of what
+    was expanded."""
     makers = {n.name: n for n in joint.graph.nodes if len(n.outs) == 1 and not n.backward}
-    free = {name for name, node in makers.items() if _costs_nothing(node, makers)}
+    types = joint.graph.types()
+    grown = {
+        name
+        for name, node in makers.items()
+        if node.op == _EXPAND and types[name].numel > types[next(refs_of(node))].numel
+    }
+    free = {name for name, node in makers.items() if _costs_little(node, makers, grown)}
     taken = set(joint.graph.types())
     copies: dict[str, str] = {}
     nodes: list[Node] = []
@@ -42,14 +52,15 @@ def repeat_views(joint: Joint) -> Joint:
     return replace(joint, graph=replace(joint.graph, nodes=tuple(nodes)))
 
 
-def _costs_nothing(node: Node, makers: dict[str, Node]) -> bool:
-    """A strided view, or a reshape of something that lies contiguous."""
+def _costs_little(node: Node, makers: dict[str, Node], grown: Collection[str]) -> bool:
+    """A strided view, a reshape of something that lies contiguous, or a copy of what was expanded."""
     if node.op in STRIDED:
         return True
-    if node.op not in RESHAPES:
+    if node.op not in RESHAPES and node.op != _CLONE:
         return False
-    source = makers.get(next(refs_of(node)))
-    return source is None or source.op not in STRIDED
+    name = next(refs_of(node))
+    source = makers.get(name)
+    return name in grown or (node.op != _CLONE and (source is None or source.op not in STRIDED))
 
 
 def _fresh(name: str, taken: set[str]) -> str:
