@@ -325,7 +325,7 @@ FINISHING = (
     _pass("ring_products", _ring, lambda c: c.options.ring is not None, needs="local"),
     _pass(
         "bucket",
-        lambda g, c: bucket_collectives(g, apart=c.options.beside),
+        lambda g, c: bucket_collectives(g, c.ports("param"), apart=c.options.beside),
         lambda c: c.options.bucket,
         needs="local",
     ),
@@ -449,15 +449,16 @@ def lower(
 
 def lower_by_share(
     folded: Folded, how: LoweringOptions, uncut: Unpartitioned | None = None
-) -> Callable[[float], Lowered]:
-    """The same for any share of the activations in host memory: what comes before that is run once."""
+) -> Callable[[float, bool], Lowered]:
+    """The same for any share of the activations in host memory, loaded ahead or not: what comes before that
+    is run once."""
     context = PassContext(folded, how, uncut)
     graph, passes = _begun(context)
     at = next(n for n, each in enumerate(passes) if each.run is _offload)
     graph = run_passes(passes[:at], graph, context, None)
 
-    def stored(share: float) -> Lowered:
-        own = replace(how, hosting=how.hosting and replace(how.hosting, share=share))
+    def stored(share: float, ahead: bool) -> Lowered:
+        own = replace(how, hosting=how.hosting and how.hosting.storing(share, ahead))
         lowered: Lowered = run_passes(passes[at:], graph, PassContext(folded, own, uncut), None)
         return lowered
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cluster.mesh import Mesh
@@ -16,6 +17,7 @@ from autoshard.simulate.stage_costs import StagePrices
 
 #: programs with a share of the activations stored that are tried, and how near to the least share is enough
 _TRIALS, _NEAR = 4, 1 / 16
+_Build: TypeAlias = Callable[[float, bool], Program]
 
 
 class HostFullError(InfeasibleError):
@@ -85,16 +87,15 @@ def peak_of(prices: StagePrices) -> float:
     return max(most for _, most in Peaks(prices).all)
 
 
-def least_offload(
-    build: Callable[[float], Program], prices_of: Callable[[Program], StagePrices], budget: int | None
-) -> Program:
+def least_offload(build: _Build, prices_of: Callable[[Program], StagePrices], budget: int | None) -> Program:
     """The program whose activations wait in host memory where the device need not wait for them, and beyond
-    that as few of them as fit the memory; all of them, if not even that fits.
+    that as few of them as fit the memory; if nothing else fits, all of them, loaded when they are needed, not
+    a call ahead.
 
-    build: the program, given what share is stored of the activations that the device has to wait for. Raises
-    HostFullError if the host has too little memory.
+    build: the program, given what share is stored of the activations that the device has to wait for, and
+    whether they are loaded ahead. Raises HostFullError if the host has too little memory.
     """
-    program = build(0.0)
+    program = build(0.0, True)
     if not program.offload:
         return program
     prices = prices_of(program)
@@ -105,7 +106,7 @@ def least_offload(
 
 
 def _fewest(
-    build: Callable[[float], Program],
+    build: _Build,
     prices_of: Callable[[Program], StagePrices],
     budget: int,
     none: tuple[Program, StagePrices],
@@ -114,17 +115,19 @@ def _fewest(
     """The smallest share that fits, by false position: peaks fall about evenly with it. none: with none of
     them, and its peak in bytes."""
     low, high = 0.0, 1.0
-    most = build(high)
+    most = build(high, True)
     best = most, prices_of(most)
     over, under = peak - budget, peak_of(best[1]) - budget
     if under > 0:
-        return best if under < over else none
+        last = build(high, False)
+        late = last, prices_of(last)
+        return min((none, best, late), key=lambda made: peak_of(made[1]))
     for _ in range(_TRIALS):
         least = low + (high - low) * over / (over - under)
         if high - least <= _NEAR:
             break
         share = least + _NEAR / 2
-        tried = build(share)
+        tried = build(share, True)
         prices = prices_of(tried)
         more = peak_of(prices) - budget
         if more <= 0:

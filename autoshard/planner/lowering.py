@@ -71,9 +71,8 @@ def lower_plan(
     def build(way: HierarchyOption) -> Program:
         laid = _laid_out(lowering, way, cluster, passes)
 
-        def stored(share: float) -> Program:
-            hosting = laid.hosting and replace(laid.hosting, share=share)
-            own = replace(laid, hosting=hosting)
+        def stored(share: float, ahead: bool) -> Program:
+            own = replace(laid, hosting=laid.hosting and laid.hosting.storing(share, ahead))
             return build_program(analysis.folded, own, plan, analysis.dumps, schedule_of(plan))
 
         return least_offload(stored, lambda program: StagePrices(program, cluster), plan.budget)

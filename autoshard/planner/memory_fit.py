@@ -386,10 +386,10 @@ class MemoryFitter:
         folded = solution.formulated.model.folded
         lowered = lower_by_share(folded, options, uncut)
 
-        def build(share: float) -> Program:
+        def build(share: float, ahead: bool) -> Program:
             return Program(
                 plan.mesh,
-                lowered(share),
+                lowered(share, ahead),
                 Signature.of(folded.joint),
                 {},
                 microbatches=plan.microbatches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -45,6 +46,8 @@ from autoshard.simulate.peaks import Peaks
 Progress = Callable[[str], None]
 #: tokens of a tile on a rank, where a plan needs tiles: products of so many rows reach their full rate
 TILE_ROWS = 2048
+#: what goes to host memory where nothing fits otherwise, one after the other
+_OFFLOADED = ("activations", "activations,optimizer", "activations,parameters")
 #: share of the memory that states of parameters take at least, beyond which nothing may fit beside them
 _FULL = 0.9
 #: how often a plan is made again with less memory, at most
@@ -229,19 +232,19 @@ class PlanningRequest:
             if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
                 break  # as asked for, or it fits
             assert found.source is not None
-            smaller = replace(
-                request,
-                memory=(request.memory or self.memory) - found.device.missing,
-                options=replace(self.options, offload=found.plan.offload),
-            )
             if found.source.tile_rows != source.tile_rows:
                 source, analysis, searches = found.source, found.analysis, Searches()
-            self.progress("planning with less memory")
-            try:
-                found = self._on_device(smaller.planned_from(source, analysis, searches))
-            except InfeasibleError:
+            less = (request.memory or self.memory) - found.device.missing
+            for kinds in self._as_much_offloaded(found.plan.offload):
+                smaller = replace(request, memory=less, options=replace(self.options, offload=kinds))
+                self.progress("planning with less memory")
+                with suppress(InfeasibleError):
+                    before, found = found, self._on_device(smaller.planned_from(source, analysis, searches))
+                    request = smaller
+                    notes = tuple(n.replace(_words(before.plan.offload), _words(kinds)) for n in notes)
+                    break
+            else:
                 break  # the plan before stands, and its device says that it does not fit
-            request = smaller
         if request.memory == self.memory:
             return found
         notes = tuple(w for w in notes if w not in found.plan.warnings)
@@ -251,6 +254,10 @@ class PlanningRequest:
             "the CUDA context and NCCL"
         )
         return replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, *notes, text)))
+
+    def _as_much_offloaded(self, kinds: str) -> Sequence[str]:
+        """What may be in host memory where so much is; no more than that if it was asked for."""
+        return (kinds,) if self.options.offload or not kinds else _OFFLOADED[_OFFLOADED.index(kinds) :]
 
     def _on_device(self, planned: Planned) -> Planned:
         if planned.peaks is None:
@@ -307,9 +314,9 @@ class PlanningRequest:
             return
         # activations in host memory make no room for what layers hold while they run
         full = least > _FULL * self.memory
-        for kinds in ("activations,optimizer",) if full else ("activations", "activations,optimizer"):
+        for kinds in _OFFLOADED[1:] if full else _OFFLOADED:
             hosting = replace(self, options=replace(options, offload=kinds))
-            yield hosting, rows, f"tiles of {rows:,} tokens, and {kinds.replace(',', ' and ')} in host memory"
+            yield hosting, rows, f"tiles of {rows:,} tokens, and {_words(kinds)} in host memory"
 
     def _of_any_batch(self, source: Source, analysis: Analysis, searches: Searches) -> Planned:
         try:
@@ -386,6 +393,11 @@ class PlanningRequest:
             return [given_mesh(self.where, self.machine, layers, total, self.options)]
         experts = experts_of(analysis.model)
         return candidate_meshes(self.machine, self.ranks, layers, self.batch or 1, self.options, experts)
+
+
+def _words(kinds: str) -> str:
+    """What is offloaded, in words."""
+    return kinds.replace(",", " and ")
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:

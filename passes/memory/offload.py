@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
@@ -47,6 +47,10 @@ class Hosting:
     seconds: Seconds
     ahead: bool = True
     share: float = 0.0
+
+    def storing(self, share: float, ahead: bool) -> Hosting:
+        """The same with another share of them stored, and loads ahead only if that is wanted, too."""
+        return replace(self, share=share, ahead=self.ahead and ahead)
 
 
 def offload(

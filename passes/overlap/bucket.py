@@ -8,7 +8,7 @@ gather the first one is waited for, with all that travels in it, where that is m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Graph, Node, refs_of
@@ -23,6 +23,7 @@ from autoshard.ir.collectives import (
 )
 from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED
+from autoshard.passes.segment_parts import derived_values
 
 #: collectives that have a form for many tensors
 BUCKETED = frozenset(TENSOR_COLLECTIVES[transfer].op for transfer in BUCKET_COLLECTIVES)
@@ -32,26 +33,32 @@ _CASTS = frozenset((AMAX_SCALE, CAST_SCALED))
 _MUCH = 1 << 20
 
 
-def bucket_collectives(lowered: Lowered, *, apart: bool = False) -> Lowered:
+def bucket_collectives(lowered: Lowered, parameters: Collection[str], *, apart: bool = False) -> Lowered:
     """Every segment with its parameter and gradient collectives merged.
 
-    apart: whether gathers whose results are gathered again have messages of their own.
+    parameters: inputs of the program. apart: whether gathers whose results are gathered again have messages
+    of their own.
     """
-    return replace(lowered, segments={n: _segment(s, apart) for n, s in lowered.segments.items()})
+    moved = derived_values(lowered, parameters, lambda node: node.op in _CASTS or node.op == ALL_GATHER.op)
+    segments = {
+        name: _segment(segment, apart, moved.get(name, ())) for name, segment in lowered.segments.items()
+    }
+    return replace(lowered, segments=segments)
 
 
-def _segment(segment: LoweredSegment, apart: bool) -> LoweredSegment:
-    graph = _gathers_together(segment.graph, apart)
-    return replace(segment, graph=_reductions_last(graph))
+def _segment(segment: LoweredSegment, apart: bool, parameters: Collection[str]) -> LoweredSegment:
+    graph = _gathers_together(segment.graph, apart, parameters)
+    return replace(segment, graph=_reductions_last(graph, parameters))
 
 
-def _key(node: Node, types: dict[str, str]) -> tuple[object, ...]:
-    """Collectives with the same key can share a message: op, axis, reduction, element type."""
+def _key(node: Node, types: dict[str, str], parameters: Collection[str]) -> tuple[object, ...]:
+    """Collectives with the same key can share a message: op, axis, reduction, element type. Activations
+    do not travel with parameters, which are small next to them, or ready earlier."""
     source = next(refs_of(node))
-    return (node.op, node.args[1], node.kwarg("op", "sum"), types[source])
+    return (node.op, node.args[1], node.kwarg("op", "sum"), types[source], source in parameters)
 
 
-def _gathers_together(graph: Graph, apart: bool) -> Graph:
+def _gathers_together(graph: Graph, apart: bool, parameters: Collection[str]) -> Graph:
     """Gathers straight from a segment's inputs, or from casts of them: all at the place of the first."""
     early = {n for n, _ in graph.inputs}
     casts: list[Node] = []
@@ -68,9 +75,9 @@ def _gathers_together(graph: Graph, apart: bool) -> Graph:
     waited = [n for n in gathers if not again.isdisjoint(n.outs)]
     others = [n for n in gathers if again.isdisjoint(n.outs)]
     if waited and sum(map(nbytes_made, others)) > _MUCH:
-        merged = [*_merged(waited, graph), *_merged(others, graph)]
+        merged = [*_merged(waited, graph, parameters), *_merged(others, graph, parameters)]
     else:
-        merged = _merged(gathers, graph)
+        merged = _merged(gathers, graph, parameters)
     merged = [*casts, *merged]
     chosen = {n.name for n in (*casts, *gathers)}
     nodes: list[Node] = []
@@ -83,7 +90,7 @@ def _gathers_together(graph: Graph, apart: bool) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _reductions_last(graph: Graph) -> Graph:
+def _reductions_last(graph: Graph, parameters: Collection[str]) -> Graph:
     """Collectives whose results only leave the segment: at its end, those that others wait for first.
 
     What is reduced over one axis travels with the last of what is reduced over several: fewer messages, and
@@ -104,16 +111,16 @@ def _reductions_last(graph: Graph) -> Graph:
         source = next(refs_of(node))
         behind[source] = max(behind.get(source, 0), 1 + behind.get(node.name, 0))
     for level in sorted({behind.get(name, 0) for name in names}, reverse=True):
-        nodes += _merged([n for n in moved if behind.get(n.name, 0) == level], graph)
+        nodes += _merged([n for n in moved if behind.get(n.name, 0) == level], graph, parameters)
     return replace(graph, nodes=tuple(nodes))
 
 
-def _merged(members: Sequence[Node], graph: Graph) -> list[Node]:
+def _merged(members: Sequence[Node], graph: Graph, parameters: Collection[str]) -> list[Node]:
     """Collectives with equal keys as one; those alone, and those without such a form, as they are."""
     types = {n: t.dtype for n, t in graph.types().items()}
     buckets: dict[tuple[object, ...], list[Node]] = {}
     for node in members:
-        buckets.setdefault(_key(node, types), []).append(node)
+        buckets.setdefault(_key(node, types, parameters), []).append(node)
     return [
         made
         for group in buckets.values()

@@ -197,7 +197,7 @@ def test_left_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), sampled([(n, m) for n in (*SAID, *LEFT) for m in ("dp=2,tp=2", "cp=2")], 8), ids=str
+    ("name", "mesh"), sampled([(n, m) for n in (*SAID, *LEFT) for m in ("dp=2,tp=2", "cp=2")], 12), ids=str
 )
 def test_equal_to_eager(name: str, mesh: str) -> None:
     how = SAID[name][0] if name in SAID else LEFT[name]

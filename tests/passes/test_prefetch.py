@@ -86,7 +86,9 @@ def _plainly(name: str, cluster: str, mesh: str, room: float) -> Program:
     """Gathers one call ahead, and all of an axis in one message."""
     with (
         patch.object(pipeline, "prefetch", lambda lowered, params, seconds: prefetch(lowered, params)),
-        patch.object(pipeline, "bucket_collectives", lambda lowered, apart: bucket_collectives(lowered)),
+        patch.object(
+            pipeline, "bucket_collectives", lambda lowered, params, apart: bucket_collectives(lowered, params)
+        ),
     ):
         return compile_analysed(_planned(name, cluster, mesh, room), ring=False)
 

@@ -162,6 +162,20 @@ def test_a_plan_has_tiles_where_nothing_else_fits() -> None:
         autoshard.plan(model, "tp=2", example_inputs=inputs, memory=int(0.05 * free.peak.bytes))
 
 
+def test_parameters_go_to_host_memory_where_nothing_else_fits() -> None:
+    model, inputs = bench_llama(2, 256, 4096), bench_batch(1, 16384, 4096)
+
+    def offloaded(memory: float) -> str:
+        planned = autoshard.plan(
+            model, "dp=1", example_inputs=inputs, cluster="h100-dgx", memory=int(memory), baselines=False
+        )
+        assert planned.peak is not None and planned.peak.bytes <= memory
+        return planned.plan.offload
+
+    assert offloaded(312 * 2**20) == "activations,optimizer"
+    assert offloaded(304 * 2**20) == "activations,parameters"
+
+
 class SoftCapped(nn.Module):
     """Attention by products with capped scores and a window, as eager Gemma-2 has it."""
 

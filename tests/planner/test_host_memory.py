@@ -72,16 +72,24 @@ def test_what_is_too_large_with_all_activations_away_speaks_for_what_stores_no_l
 def test_few_programs_say_how_many_activations_have_to_be_in_host_memory(
     bend: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peak falls from 100 bytes to 60, faster first or last; 75 are there."""
+    """The peak falls from 100 bytes to 60, faster first or last, and to 50 where nothing is loaded ahead; 75
+    are there, or less."""
     tried: list[float] = []
 
-    def build(share: float) -> Program:
+    def build(share: float, ahead: bool) -> Program:
         tried.append(share)
-        return cast(Program, SimpleNamespace(share=share, offload=Offload.parse("activations")))
+        made = SimpleNamespace(share=share, ahead=ahead, offload=Offload.parse("activations"))
+        return cast(Program, made)
 
-    monkeypatch.setattr(host_memory, "peak_of", lambda program: 100 - 40 * program.share**bend)
+    def peak(program: SimpleNamespace) -> float:
+        return 100 - 40 * float(program.share) ** bend - 10 * (not program.ahead)
+
+    monkeypatch.setattr(host_memory, "peak_of", peak)
     monkeypatch.setattr(host_memory, "check_host", lambda prices: None)
     prices_of = cast(Callable[[Program], StagePrices], lambda program: program)
     share = cast(SimpleNamespace, host_memory.least_offload(build, prices_of, 75)).share
     least = (25 / 40) ** (1 / bend)
     assert least <= share < least + 1 / 8 and len(tried) <= 5
+    for budget, ahead in ((60, True), (55, False), (40, False)):
+        found = cast(SimpleNamespace, host_memory.least_offload(build, prices_of, budget))
+        assert found.ahead == ahead and found.share > 0.9
