@@ -348,12 +348,13 @@ def test_what_comes_before_storing_is_the_same_for_every_share() -> None:
     how = lowering_of(found.plan, flow, analysis, cluster, passes)
     assert how.hosting is not None
     stored = lower_by_share(analysis.folded, how)
-    shares = (1.0, 0.0, 0.5)
-    made = [stored(share) for share in shares]
+    ways = ((1.0, True), (0.0, True), (0.5, True), (1.0, False))
+    made = [stored(*way) for way in ways]
     assert made == [
-        lower(analysis.folded, replace(how, hosting=replace(how.hosting, share=share))) for share in shares
+        lower(analysis.folded, replace(how, hosting=replace(how.hosting, share=share, ahead=ahead)))
+        for share, ahead in ways
     ]
-    assert made[0] != made[1] != made[2]
+    assert made[0] != made[1] != made[2] and made[0] != made[3]
 
 
 def test_plans_see_both_memories() -> None:
