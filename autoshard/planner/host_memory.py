@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeAlias
 
 from autoshard.cluster.cluster import Device, host_of
@@ -121,12 +122,13 @@ def _fewest(
     if under > 0:
         last = build(high, False)
         late = last, prices_of(last)
-        return min((none, best, late), key=lambda made: peak_of(made[1]))
+        _, least = min((over, none), (under, best), (peak_of(late[1]) - budget, late), key=itemgetter(0))
+        return least
     for _ in range(_TRIALS):
-        least = low + (high - low) * over / (over - under)
-        if high - least <= _NEAR:
+        fewest = low + (high - low) * over / (over - under)
+        if high - fewest <= _NEAR:
             break
-        share = least + _NEAR / 2
+        share = fewest + _NEAR / 2
         tried = build(share, True)
         prices = prices_of(tried)
         more = peak_of(prices) - budget

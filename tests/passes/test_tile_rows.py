@@ -165,15 +165,23 @@ def test_a_plan_has_tiles_where_nothing_else_fits() -> None:
 def test_parameters_go_to_host_memory_where_nothing_else_fits() -> None:
     model, inputs = bench_llama(2, 256, 4096), bench_batch(1, 16384, 4096)
 
-    def offloaded(memory: float) -> str:
+    def offloaded(memory: float, optimizer: str = "adamw") -> str:
         planned = autoshard.plan(
-            model, "dp=1", example_inputs=inputs, cluster="h100-dgx", memory=int(memory), baselines=False
+            model,
+            "dp=1",
+            example_inputs=inputs,
+            cluster="h100-dgx",
+            memory=int(memory),
+            optimizer=optimizer,
+            baselines=False,
         )
         assert planned.peak is not None and planned.peak.bytes <= memory
         return planned.plan.offload
 
     assert offloaded(312 * 2**20) == "activations,optimizer"
     assert offloaded(304 * 2**20) == "activations,parameters"
+    with pytest.raises(autoshard.InfeasibleError):  # its states cannot live there
+        offloaded(304 * 2**20, "muon")
 
 
 class SoftCapped(nn.Module):
