@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from families import dropout_gpt2, family
 from leaving import leave
 from lockstep_check import relative_error
+from sampling import unlike
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -135,7 +136,7 @@ def same_gradients(found: nn.Module, wanted: nn.Module, what: str) -> None:
 def buffers_and_accumulation() -> None:
     """Buffers are whole on every rank; two forwards before two backwards add up as in eager mode."""
     x, y = loss_inputs()
-    for mesh in ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=4"):
+    for mesh in unlike(("dp=4", "tp=4", "dp=2,tp=2", "fsdp=4"), 2):
         plain, parallel = Loss(), autoshard.parallelize(Loss(), mesh, example_inputs={"x": x, "y": y})
         for model in (plain, parallel):
             first, second = model(x=x, y=y), model(y=y, x=2 * x)
