@@ -200,6 +200,21 @@ def test_gathered_parameters(name: str, gathered: str, policy: str) -> None:
     assert _gathered_bytes(made) == _gathered_bytes(_program(name, "fsdp=4", "none", 0, gathered))
 
 
+def test_keys_and_values_are_saved_before_they_are_expanded() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    kept = []
+    for heads in (4, 1):
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_hidden_layers": 3}
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=heads, **sizes))
+        batch = dict.fromkeys(("input_ids", "labels"), torch.ones(2, 16, dtype=torch.int64))
+        planned = plan_analysed(
+            analyse(capture(model, (), batch)), [Mesh.parse("dp=1")], load_cluster(CLUSTER), reasons=False
+        )
+        kept.append(_kept(compile_analysed(planned)))
+    assert kept[0] - kept[1] >= 3 * 2 * (2 * 16) * (4 - 1) * 8 * 4  # layers, keys and values, tokens, heads
+
+
 def test_parameters_gathered_again_are_not_kept() -> None:
     kept, again = (_kept(_program("llama", "fsdp=4", "full", 0, g)) for g in ("kept", "again"))
     assert again < kept
