@@ -113,8 +113,8 @@ def _fewest(
     none: tuple[Program, StagePrices],
     peak: float,
 ) -> tuple[Program, StagePrices]:
-    """The smallest share that fits, by false position: peaks fall about evenly with it. none: with none of
-    them, and its peak in bytes."""
+    """The smallest share that fits, by false position: peaks fall about evenly with it. Where none does, the
+    program of the lowest peak, loading ahead or not. none: with none of them, and its peak in bytes."""
     low, high = 0.0, 1.0
     most = build(high, True)
     best = most, prices_of(most)
@@ -122,13 +122,12 @@ def _fewest(
     if under > 0:
         last = build(high, False)
         late = last, prices_of(last)
-        _, least = min((over, none), (under, best), (peak_of(late[1]) - budget, late), key=itemgetter(0))
-        return least
+        return min((over, none), (under, best), (peak_of(late[1]) - budget, late), key=itemgetter(0))[1]
     for _ in range(_TRIALS):
-        fewest = low + (high - low) * over / (over - under)
-        if high - fewest <= _NEAR:
+        least = low + (high - low) * over / (over - under)
+        if high - least <= _NEAR:
             break
-        share = fewest + _NEAR / 2
+        share = least + _NEAR / 2
         tried = build(share, True)
         prices = prices_of(tried)
         more = peak_of(prices) - budget

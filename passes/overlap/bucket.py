@@ -48,7 +48,7 @@ def bucket_collectives(lowered: Lowered, parameters: Collection[str], *, apart: 
 
 def _segment(segment: LoweredSegment, apart: bool, parameters: Collection[str]) -> LoweredSegment:
     graph = _gathers_together(segment.graph, apart, parameters)
-    return replace(segment, graph=_reductions_last(graph, parameters))
+    return replace(segment, graph=_reductions_last(graph))
 
 
 def _key(node: Node, types: dict[str, str], parameters: Collection[str]) -> tuple[object, ...]:
@@ -90,7 +90,7 @@ def _gathers_together(graph: Graph, apart: bool, parameters: Collection[str]) ->
     return replace(graph, nodes=tuple(nodes))
 
 
-def _reductions_last(graph: Graph, parameters: Collection[str]) -> Graph:
+def _reductions_last(graph: Graph) -> Graph:
     """Collectives whose results only leave the segment: at its end, those that others wait for first.
 
     What is reduced over one axis travels with the last of what is reduced over several: fewer messages, and
@@ -111,11 +111,11 @@ def _reductions_last(graph: Graph, parameters: Collection[str]) -> Graph:
         source = next(refs_of(node))
         behind[source] = max(behind.get(source, 0), 1 + behind.get(node.name, 0))
     for level in sorted({behind.get(name, 0) for name in names}, reverse=True):
-        nodes += _merged([n for n in moved if behind.get(n.name, 0) == level], graph, parameters)
+        nodes += _merged([n for n in moved if behind.get(n.name, 0) == level], graph)
     return replace(graph, nodes=tuple(nodes))
 
 
-def _merged(members: Sequence[Node], graph: Graph, parameters: Collection[str]) -> list[Node]:
+def _merged(members: Sequence[Node], graph: Graph, parameters: Collection[str] = ()) -> list[Node]:
     """Collectives with equal keys as one; those alone, and those without such a form, as they are."""
     types = {n: t.dtype for n, t in graph.types().items()}
     buckets: dict[tuple[object, ...], list[Node]] = {}

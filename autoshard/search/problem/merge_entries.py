@@ -14,14 +14,11 @@ def merged(entries: Sequence[Entry]) -> list[Entry]:
     """The same in fewer; where many ops decide together, most are about the same variables."""
     by_key: dict[Hashable, Entry] = {}
     for number, entry in enumerate(entries):
-        match entry:
-            case Busy() | Exchanged() | Recomputed() | Joined():
-                key: Hashable = replace(entry, count=0)
-            case _:
-                key = number
+        if not isinstance(entry, _COUNTED):
+            by_key[number] = entry
+            continue
+        key = replace(entry, count=0)
         before = by_key.get(key)
-        if isinstance(before, _COUNTED) and isinstance(entry, _COUNTED):
-            by_key[key] = replace(before, count=before.count + entry.count)
-        else:
-            by_key[key] = entry
+        counted = before.count if isinstance(before, _COUNTED) else 0
+        by_key[key] = replace(entry, count=counted + entry.count)
     return list(by_key.values())
