@@ -99,8 +99,12 @@ class _Resizing:
         self, place: Place, old: TensorType, new: TensorType, placed: Shard, axis: int
     ) -> list[Placement]:
         key, dim, ways = (*place, placed.dim), placed.dim, self.sizes[axis]
-        before = self.old.digits.values.get(key, ())
-        after = self.new.digits.values.get(key, ())
+        # sizes that are odd have no zigzags, outer < 0
+        zigzag = placed.outer < 0
+        before, after = (
+            [digit for digit in a.digits.values.get(key, ()) if (digit[0] < 0) == zigzag]
+            for a in (self.old, self.new)
+        )
         found: dict[Placement, int] = {}
         if len(before) == len(after):
             for (outer, part, _), (other, rest, _) in zip(before, after, strict=True):

@@ -73,6 +73,12 @@ def test_a_plan_that_divides_nothing_there_is_no_plan() -> None:
         _program("Llama", "dp=2,tp=2", 7, 11)
 
 
+def test_an_odd_length_takes_the_decisions_of_an_even_one() -> None:
+    # of which a causal attention may split pairs of rows
+    even, odd = (_program("Llama", "dp=2,tp=2", 8, length).lowered.values for length in (16, 15))
+    assert {name: x.layout for name, x in even.items()} == {name: x.layout for name, x in odd.items()}
+
+
 def test_formulas() -> None:
     half = Size(Fraction(1, 2), (0, 1), 3)
     assert (half.at((4, 6)), str(half), str(Size(Fraction(2), (1,)))) == (15, "B*S/2+3", "2*S")
