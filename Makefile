@@ -33,7 +33,7 @@ demo: $(STAMP) ## run examples/demo.py
 test: style ## lint and the tests, types beside the first of them
 	@echo "test: mypy beside pytest"
 	$(BIN)/mypy & types=$$!; code=0; \
-	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS) || code=$$?; \
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS) || code=$$?; \
 	wait $$types || { echo "test: mypy failed, see above" >&2; code=1; }; \
 	exit $$code
 

@@ -7,7 +7,7 @@ import functools
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +256,12 @@ def dropout_goes_on(folder: Path) -> None:
         return losses
 
     plain_keys = list(family("gpt2-dropout").make()[0].state_dict())
-    for kind, makes in (
-        ("mesh", (lambda: meshed("dp=2,tp=2"), lambda: meshed("fsdp=4"))),
-        ("pipeline", (lambda: piped(2, "tp=2", "1f1b"), lambda: piped(4, "dp=1", "1f1b"))),
-    ):
+    kinds: dict[str, Sequence[Callable[[], Any]]] = {
+        "mesh": (lambda: meshed("dp=2,tp=2"), lambda: meshed("fsdp=4")),
+        "pipeline": (lambda: piped(2, "tp=2", "1f1b"), lambda: piped(4, "dp=1", "1f1b")),
+    }
+    for kind in unlike(list(kinds), 1):
+        makes = kinds[kind]
         model = makes[0]()
         optimizer = adamw(model)
         train(model, optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from planned import program
@@ -10,6 +11,7 @@ from planned import program
 from autoshard.cluster import load_cluster
 from autoshard.ir import refs_of
 from autoshard.ir.views import VIEWS
+from autoshard.program.program import Program
 from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import explanation_lines
 from autoshard.rules.chains import CHAINED, inside_chains, kernel_of
@@ -17,14 +19,18 @@ from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
 
 H100 = load_cluster("h100-dgx")
-BY_DEVICE = program("llama", "dp=2,tp=2")
-LLAMA, COMPILED = (replace(BY_DEVICE, codegen=name) for name in ("interpreter", "inductor"))
+
+
+@cache
+def llama(codegen: str = "") -> Program:
+    return replace(program("llama", "dp=2,tp=2"), codegen=codegen)
 
 
 def test_a_step_is_shorter_by_what_is_not_moved() -> None:
-    plain, fused = (Pricer(p, H100) for p in (LLAMA, COMPILED))
+    llamas = llama("interpreter"), llama("inductor")
+    plain, fused = (Pricer(p, H100) for p in llamas)
     total = 0.0
-    for name, segment in LLAMA.lowered.segments.items():
+    for name, segment in llamas[0].lowered.segments.items():
         graph, values = segment.graph, segment.placed()
         inside = inside_chains(graph.nodes, graph.outputs)
         touched = [n for n in graph.nodes if n.op in CHAINED and inside & {*n.outs, *refs_of(n)}]
@@ -32,18 +38,20 @@ def test_a_step_is_shorter_by_what_is_not_moved() -> None:
         assert plain.segment(name).compute - fused.segment(name).compute == pytest.approx(saved)
         total += saved
     assert total > 0
-    assert estimate_step(COMPILED, H100).seconds < estimate_step(LLAMA, H100).seconds
-    assert estimate_step(COMPILED, H100).fullest.peak == estimate_step(LLAMA, H100).fullest.peak
+    slow, quick = (estimate_step(p, H100) for p in llamas)
+    assert quick.seconds < slow.seconds
+    assert quick.fullest.peak == slow.fullest.peak
 
 
 def test_the_device_decides() -> None:
     """Programs are compiled on GPUs alone, if nothing is said."""
-    for cluster, as_on_it in ((H100, COMPILED), (load_cluster("cpu-gloo"), LLAMA)):
-        assert estimate_step(BY_DEVICE, cluster).seconds == estimate_step(as_on_it, cluster).seconds
+    for cluster, codegen in ((H100, "inductor"), (load_cluster("cpu-gloo"), "interpreter")):
+        told, by_device = (estimate_step(llama(name), cluster) for name in (codegen, ""))
+        assert by_device.seconds == told.seconds
 
 
 def test_kernels_of_a_layer() -> None:
-    nodes = LLAMA.lowered.segments["layers_fwd"].graph.nodes
+    nodes = llama().lowered.segments["layers_fwd"].graph.nodes
     by_name = {n.name: n for n in nodes}
     kernels = {n.name: kernel_of(nodes, n.name) for n in nodes}
     for name, kernel in kernels.items():
@@ -61,7 +69,7 @@ def test_kernels_of_a_layer() -> None:
 def test_explain_says_what_was_fused() -> None:
     texts = [
         "\n".join(explanation_lines(explain_name(p, H100, "model.layers.0.input_layernorm")))
-        for p in (LLAMA, COMPILED)
+        for p in (llama("interpreter"), llama("inductor"))
     ]
     assert "one kernel of Inductor" not in texts[0]
     (line,) = [line for line in texts[1].splitlines() if "one kernel of Inductor" in line]
