@@ -21,7 +21,11 @@ UNARY = tuple(
     floor ceil round trunc reciprocal softplus elu leaky_relu hardtanh hardswish hardsigmoid mish
     logical_not isnan isinf isfinite nan_to_num neg clone detach alias lift_fresh_copy zeros_like
     ones_like acos asin asinh atan atanh sinh cosh erfc erfinv lgamma digamma sgn signbit frac logit
-    log10 square celu hardshrink softshrink angle
+    log10 square celu hardshrink softshrink angle isneginf isposinf sinc i0 deg2rad rad2deg zero frexp.Tensor
+    special_i0e special_i1 special_i1e special_entr special_erfcx special_ndtri special_log_ndtr
+    special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_spherical_bessel_j0
+    special_airy_ai special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
     """.split()  # noqa: SIM905 - a table reads better than 40 quoted lines
 )
 BINARY = tuple(
@@ -29,7 +33,8 @@ BINARY = tuple(
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor
     maximum minimum fmod.Tensor remainder.Tensor floor_divide rsub.Tensor atan2 copysign.Tensor
     heaviside pow.Tensor_Tensor add.Tensor sub.Tensor mul.Tensor div.Tensor xlogy.Tensor logaddexp
-    logaddexp2 hypot fmax fmin clamp_min.Tensor clamp_max.Tensor polar complex
+    logaddexp2 hypot fmax fmin clamp_min.Tensor clamp_max.Tensor polar complex nextafter igamma igammac
+    ldexp.Tensor special_xlog1py special_zeta
     """.split()  # noqa: SIM905 - a table reads better than 20 quoted lines
 )
 
@@ -134,6 +139,32 @@ def _pointwise(m: Make) -> Iterator[OpSample]:
         "bitwise_right_shift.Tensor_Scalar",
     ):
         yield OpSample(_op(name), (m.ints(9, 5, 6), 2))
+    for name in ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__", "gcd", "lcm"):
+        tensors = (m.ints(9, 5, 6), m.ints(4, 6))
+        yield OpSample(f"aten.{name}.{'default' if name in ('gcd', 'lcm') else 'Tensor'}", tensors)
+    for name in ("and", "or", "xor"):
+        yield OpSample(f"aten.bitwise_{name}.Scalar_Tensor", (5, m.ints(9, 5, 6)))
+    for name in ("remainder.Scalar_Tensor", "xlogy.Scalar_Self", "special_xlog1py.self_scalar"):
+        yield OpSample(f"aten.{name}", (0.7, m.unit(5, 6)))
+    for name in (
+        "copysign.Scalar",
+        "xlogy.Scalar_Other",
+        "special_xlog1py.other_scalar",
+        "isin.Tensor_Scalar",
+    ):
+        yield OpSample(f"aten.{name}", (m.real(5, 6), 0.7))
+    yield OpSample("aten.round.decimals", (m.real(5, 6),), {"decimals": 1})
+    yield OpSample("aten.polygamma.default", (1, m.unit(5, 6)))
+    yield OpSample("aten.mvlgamma.default", (m.unit(5, 6) + 2, 3))
+    for name in ("conj_physical", "_conj_physical"):
+        yield OpSample(f"aten.{name}.default", (m.complex(5, 6),))
+    one, zero = torch.full((1,), 0.1), torch.zeros(1, dtype=torch.int32)
+    x = m.real(5, 6).float()
+    yield OpSample("aten.fake_quantize_per_tensor_affine_cachemask.default", (x, 0.1, 0, -8, 7))
+    name = "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"
+    yield OpSample(f"aten.{name}.default", (x, one, zero, torch.ones(1, dtype=i64), -8, 7))
+    name = "fake_quantize_per_channel_affine_cachemask"
+    yield OpSample(f"aten.{name}.default", (x, m.unit(6).float(), m.ints(3, 6).int(), 1, -8, 7))
     yield OpSample("aten.copy.default", (m.real(5, 6), m.real(6)))
     yield OpSample("aten.fill.Scalar", (m.real(5, 6), 1.5))
     yield OpSample("aten.fill.Tensor", (m.real(5, 6), torch.tensor(1.5, dtype=f64)))
@@ -326,6 +357,14 @@ def _matmuls(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.bmm.default", (m.real(4, 5, 6), m.real(4, 6, 7)))
     for bias in (m.real(7), m.real(5, 7), m.real(5, 1)):
         yield OpSample("aten.addmm.default", (bias, m.real(5, 6), m.real(6, 7)), {"alpha": 0.5, "beta": 2})
+        yield OpSample("aten.addbmm.default", (bias, m.real(3, 5, 6), m.real(3, 6, 7)), {"beta": 2})
+        yield OpSample("aten.addr.default", (bias, m.real(5), m.real(7)), {"alpha": 0.5})
+    yield OpSample("aten.addmv.default", (m.real(5), m.real(5, 6), m.real(6)), {"alpha": 0.5})
+    yield OpSample("aten.addmv.default", (m.real(), m.real(5, 6), m.real(6)))
+    # torch.bilinear's, and its gradient of the weight
+    left, right, weight = m.real(4, 6), m.real(4, 3), m.real(5, 6, 3)
+    yield OpSample("aten._trilinear.default", (left, weight, right, [1, 3], [0], [1, 2], [2, 3]))
+    yield OpSample("aten._trilinear.default", (left, m.real(4, 5), right, [1, 3], [2, 3], [1, 2], [0]))
     yield OpSample("aten.baddbmm.default", (m.real(4, 1, 7), m.real(4, 5, 6), m.real(4, 6, 7)))
     yield OpSample("aten.mv.default", (m.real(5, 6), m.real(6)))
     yield from _scaled(m)
@@ -428,7 +467,16 @@ def _images(m: Make) -> Iterator[OpSample]:
     out, where = ops.adaptive_max_pool2d(x, [3, 2])
     yield OpSample("aten.adaptive_max_pool2d.default", (x, [3, 2]))
     yield OpSample("aten.adaptive_max_pool2d_backward.default", (torch.randn_like(out), x, where))
+    volume = m.real(3, 4, 5, 6, 4)
+    yield OpSample("aten._adaptive_avg_pool3d.default", (volume, [3, 2, 2]))
+    yield OpSample("aten._adaptive_avg_pool3d_backward.default", (m.real(3, 4, 3, 2, 2), volume))
+    out, where = ops.adaptive_max_pool3d(volume, [3, 2, 2])
+    yield OpSample("aten.adaptive_max_pool3d.default", (volume, [3, 2, 2]))
+    yield OpSample("aten.adaptive_max_pool3d_backward.default", (torch.randn_like(out), volume, where))
     for kind in ("reflection", "replication"):
+        yield OpSample(f"aten.{kind}_pad3d.default", (volume, [1, 2, 0, 3, 1, 1]))
+        given = (m.real(3, 4, 7, 9, 7), volume, [1, 2, 0, 3, 1, 1])
+        yield OpSample(f"aten.{kind}_pad3d_backward.default", given)
         yield OpSample(f"aten.{kind}_pad2d.default", (x, [1, 2, 0, 3]))
         yield OpSample(f"aten.{kind}_pad2d_backward.default", (m.real(4, 6, 11, 9), x, [1, 2, 0, 3]))
         yield OpSample(f"aten.{kind}_pad1d.default", (m.real(4, 6, 5), [1, 2]))
@@ -451,6 +499,23 @@ def _images(m: Make) -> Iterator[OpSample]:
         yield OpSample(f"aten.{kind}.vec", (x, [16, 9], False, None))
         args = (m.real(4, 6, 16, 9), [16, 9], [4, 6, 8, 6], False)
         yield OpSample(f"aten.{kind}_backward.default", args)
+    for kind, told in (
+        ("upsample_nearest1d", ()),
+        ("_upsample_nearest_exact1d", ()),
+        ("upsample_linear1d", (False,)),
+        ("upsample_nearest3d", ()),
+        ("_upsample_nearest_exact3d", ()),
+        ("upsample_trilinear3d", (False,)),
+    ):
+        shape = (4, 6, 8) if "1d" in kind else (3, 4, 5, 6, 4)
+        size = [2 * n for n in shape[2:]]
+        yield OpSample(f"aten.{kind}.default", (m.real(*shape), size, *told))
+        yield OpSample(f"aten.{kind}.vec", (m.real(*shape), size, *told, None))
+        yield OpSample(f"aten.{kind}_backward.default", (m.real(*shape[:2], *size), size, list(shape), *told))
+    places = m.real(3, 5, 4, 2, 3).tanh()
+    yield OpSample("aten.grid_sampler_3d.default", (volume, places, 0, 0, False))
+    args = (m.real(3, 4, 5, 4, 2), volume, places, 0, 0, False, [True, True])
+    yield OpSample("aten.grid_sampler_3d_backward.default", args)
     grid = m.real(4, 5, 4, 2).tanh()
     yield OpSample("aten.grid_sampler_2d.default", (x, grid, 0, 0, False))
     args = (m.real(4, 6, 5, 4), x, grid, 0, 0, False, [True, True])
@@ -471,6 +536,10 @@ def _matrices(m: Make) -> Iterator[OpSample]:
     far = torch.ops.aten._cdist_forward(a, b, 2.0, None)
     yield OpSample("aten._cdist_forward.default", (a, b, 2.0, None))
     yield OpSample("aten._cdist_backward.default", (m.real(4, 5, 6), a, b, 2.0, far))
+    points = m.real(4, 3)
+    near = torch.nn.functional.pdist(points)
+    yield OpSample("aten._pdist_forward.default", (points, 2.0))
+    yield OpSample("aten._pdist_backward.default", (m.real(6), points, 2.0, near))
 
 
 def _linear_algebra(m: Make) -> Iterator[OpSample]:
@@ -479,6 +548,7 @@ def _linear_algebra(m: Make) -> Iterator[OpSample]:
     a = m.real(4, 6, 3, 3) + 4 * torch.eye(3, dtype=f64)
     spd = a @ a.mT
     low = torch.linalg.cholesky(spd)
+    yield OpSample("aten.cholesky.default", (spd,))
     tall = m.real(4, 6, 5, 3)
     for name in ("cholesky_ex", "matrix_exp", "qr", "lu", "lu_factor_ex"):
         yield OpSample(f"aten.linalg_{name}.default", (spd,))
@@ -607,9 +677,15 @@ def _elementwise_losses(m: Make) -> Iterator[OpSample]:
     x, y, weight = m.unit(5, 6), m.unit(5, 6), m.unit(6)
     for reduction in (0, 1, 2):
         grad = m.real(5, 6) if reduction == 0 else m.real()
-        for name, rest in {"mse_loss": (), "smooth_l1_loss": (0.3,), "huber_loss": (0.3,)}.items():
+        for name, rest in {
+            "mse_loss": (),
+            "soft_margin_loss": (),
+            "smooth_l1_loss": (0.3,),
+            "huber_loss": (0.3,),
+        }.items():
             yield OpSample(_op(name), (x, y, reduction, *rest))
             yield OpSample(_op(f"{name}_backward"), (grad, x, y, reduction, *rest))
+        yield from _margins(m, reduction)
         for given in (None, weight):
             yield OpSample("aten.binary_cross_entropy.default", (x, y, given, reduction))
             yield OpSample("aten.binary_cross_entropy_backward.default", (grad, x, y, given, reduction))
@@ -626,6 +702,22 @@ def _elementwise_losses(m: Make) -> Iterator[OpSample]:
                 grads = (torch.randn_like(loss), scores, *args, total)
                 yield OpSample(f"aten.{name}_backward.default", grads)
     yield OpSample("aten.nll_loss_forward.default", (flat[0], classes[0], None, 2, -100))
+
+
+def _margins(m: Make, reduction: int) -> Iterator[OpSample]:
+    """Losses that compare the classes of a row, of some rows and of one."""
+    for scores, target in ((m.real(5, 6), m.ints(6, 5)), (m.real(6), m.ints(6))):
+        grad = m.real(5) if reduction == 0 and scores.dim() == 2 else m.real()
+        for weight in (None, m.unit(6)):
+            args = (scores, target, 1, 1.0, weight, reduction)
+            yield OpSample("aten.multi_margin_loss.default", args)
+            yield OpSample("aten.multi_margin_loss_backward.default", (grad, *args))
+        classes = torch.full(scores.shape, -1)
+        classes[..., :2] = m.ints(6, *scores.shape[:-1], 2)
+        _, among = torch.ops.aten.multilabel_margin_loss_forward(scores, classes, reduction)
+        yield OpSample("aten.multilabel_margin_loss_forward.default", (scores, classes, reduction))
+        args = (grad, scores, classes, reduction, among)
+        yield OpSample("aten.multilabel_margin_loss_backward.default", args)
 
 
 def _indexing(m: Make) -> Iterator[OpSample]:
@@ -695,6 +787,7 @@ def _indexing(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.searchsorted.Tensor", (edges, m.real(4, 6)))
     yield OpSample("aten.searchsorted.Tensor", (m.real(4, 5).sort().values, m.real(4, 6)), {"right": True})
     yield OpSample("aten.bucketize.Tensor", (m.real(4, 6), edges))
+    yield OpSample("aten.isin.Tensor_Tensor", (m.ints(9, 4, 6), m.ints(9, 3)))
 
 
 def _creations(m: Make) -> Iterator[OpSample]:

@@ -359,7 +359,7 @@ class _Importer:
 def _changed(kind: str, name: str) -> CaptureError:
     return CaptureError(
         f"the forward changes the {'parameter' if kind == 'param' else kind} {name} in place",
-        why="what requires a gradient is changed by the optimizer only",
+        why="parameters, frozen ones too, are changed by optimizers only",
         hint="change it outside of forward, or make it a buffer",
     )
 

@@ -26,6 +26,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx, nn
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -59,6 +60,18 @@ class Traced:
     outputs: tuple[tuple[OutputKind, int], ...]
 
 
+_ATEN = torch.ops.aten
+#: ops that no rule has, as torch itself writes them in others
+_TAKEN_APART = (
+    _ATEN.affine_grid_generator.default,
+    _ATEN.block_diag.default,
+    _ATEN.channel_shuffle.default,
+    _ATEN.dist.default,
+    _ATEN.max_unpool2d.default,
+    _ATEN.max_unpool3d.default,
+    _ATEN.renorm.default,
+    _ATEN.rot90.default,
+)
 #: the arguments of a graph: those of the function, and the gradients of its outputs
 _GIVEN = re.compile(r"(primals|tangents)_\d+")
 
@@ -88,6 +101,7 @@ def trace_once(
         stack.enter_context(proxies)
         stack.enter_context(proxy_tensor.disable_autocast_cache())
         stack.enter_context(proxy_tensor._set_make_fx_tracer(maker))
+        stack.enter_context(proxy_tensor.decompose({op: decomposition_table[op] for op in _TAKEN_APART}))
         for position, arg in enumerate(args):
             _placeholder(tracer, f"primals_{position + 1}", arg)
         stack.enter_context(

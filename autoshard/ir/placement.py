@@ -88,7 +88,7 @@ def shard_of_digit(size: int, dim: int, outer: int, middle: int, axis_size: int)
 
     None means that some rank would hold nothing, or that the part does not exist.
     """
-    if size % (outer * middle) or middle < 2 or (outer < 0 and outer % 2):
+    if not size or size % (outer * middle) or middle < 2 or (outer < 0 and outer % 2):
         return None
     if middle % axis_size == 0:
         return Shard(dim, outer, 1)

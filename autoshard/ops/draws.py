@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 #: drops elements with a probability and scales the others, as dropout does
 Drop = Callable[[torch.Tensor, float], torch.Tensor]
 _BITS = 24
 _ABOVE = ("high", "size")
+_NORMAL = torch.normal
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -37,6 +39,9 @@ class Draws:
             (torch.Tensor.normal_, self._normal_in),
             (torch.Tensor.exponential_, self._exponential_in),
             (torch.Tensor.bernoulli_, self._bernoulli_in),
+            (torch.Tensor.log_normal_, self._log_normal_in),
+            (torch.Tensor.cauchy_, self._cauchy_in),
+            (torch.Tensor.geometric_, self._geometric_in),
         )
         return {
             **{fn: _made(fn, draw) for fn, draw in made},
@@ -45,6 +50,9 @@ class Draws:
             torch.bernoulli: self._bernoulli,
             torch.Tensor.bernoulli: self._bernoulli,
             torch.randint: self._integers,
+            torch.randint_like: self._integers_like,
+            torch.normal: self._normal_of,
+            F.rrelu: self._rrelu,
             torch.randperm: self._order,
             torch.multinomial: self._choice,
             torch.Tensor.multinomial: self._choice,
@@ -75,6 +83,36 @@ class Draws:
         whole = (self._uniform(tuple(given["size"]), torch.float32) * (high - low)).floor()
         return whole.clamp(max=high - low - 1).to(given.get("dtype") or torch.int64) + low
 
+    def _integers_like(self, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        options.setdefault("dtype", input.dtype)
+        bounds = dict(zip(("low", "high") if len(args) > 1 else ("high",), args, strict=False))
+        return self._integers(**bounds, **options, size=input.shape)
+
+    def _normal_of(self, mean: Any, std: Any = 1.0, *size: Any, **options: Any) -> torch.Tensor:
+        """Of means and spreads of which one may be a number, or both of a size."""
+        given = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
+        if options.get("generator") is not None or options.get("out") is not None:
+            return _NORMAL(mean, std, *size, **options)
+        if not given:
+            dtype = options.get("dtype") or torch.get_default_dtype()
+            return self._normal(tuple(options.get("size", size[0] if size else ())), dtype) * std + mean
+        shape = torch.broadcast_shapes(*(x.shape for x in given))
+        return (self._normal(shape, given[0].dtype) * std + mean).detach()
+
+    def _rrelu(
+        self,
+        input: torch.Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if not training:
+            return F.leaky_relu(input, (lower + upper) / 2, inplace)
+        slope = self._uniform(input.shape, input.dtype) * (upper - lower) + lower
+        out = torch.where(input < 0, input * slope, input)
+        return input.copy_(out) if inplace else out
+
     def _order(self, n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> torch.Tensor:
         if options.get("generator") is not None:
             return torch.ops.aten.randperm(n, dtype=dtype)
@@ -101,6 +139,18 @@ class Draws:
 
     def _exponential_in(self, x: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
         return -torch.log1p(-self._uniform(x.shape, _wide(x.dtype))).to(x.dtype) / lambd
+
+    def _log_normal_in(self, x: torch.Tensor, mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
+        return torch.exp(self._normal_in(x, mean, std))
+
+    def _cauchy_in(self, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0) -> torch.Tensor:
+        return median + sigma * torch.tan(math.pi * (self._uniform(x.shape, x.dtype) - 0.5))
+
+    def _geometric_in(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        if p >= 1:
+            return torch.ones_like(x)
+        waits = torch.log1p(-self._uniform(x.shape, _wide(x.dtype))) / math.log1p(-p)
+        return waits.ceil().clamp(min=1.0).to(x.dtype)
 
     def _bernoulli_in(self, x: torch.Tensor, p: float | torch.Tensor = 0.5) -> torch.Tensor:
         if isinstance(p, torch.Tensor):

@@ -24,10 +24,12 @@ import autoshard.ops.loss  # noqa: F401 (these two define ops called here)
 from autoshard.errors import CaptureError
 from autoshard.ops import recurrent
 from autoshard.ops.attention import repeat_heads
+from autoshard.ops.bags import embedding_bag
 from autoshard.ops.ctc import ctc_loss, masked_select
 from autoshard.ops.draws import Draws
 from autoshard.ops.flex_attention import flex_attention
 from autoshard.ops.masked import setitem
+from autoshard.ops.unchecked import corrcoef, cosine_similarity, cov, gaussian_nll_loss
 from autoshard.ops.windows import as_strided
 from autoshard.torch_adapters.flex import attention_ops, refuses_gradients
 from autoshard.torch_adapters.modes import is_users
@@ -71,6 +73,13 @@ class Lifter:
             torch.native_dropout: self.native_dropout,
             _CROSS_ENTROPY: self.cross_entropy,
             F.ctc_loss: ctc_loss,
+            F.cosine_similarity: cosine_similarity,
+            F.embedding_bag: embedding_bag,
+            F.gaussian_nll_loss: gaussian_nll_loss,
+            torch.cov: cov,
+            torch.Tensor.cov: cov,
+            torch.corrcoef: corrcoef,
+            torch.Tensor.corrcoef: corrcoef,
             torch.lstm: recurrent.layers(recurrent.LSTM, self.dropout),
             torch.gru: recurrent.layers(recurrent.GRU, self.dropout),
             torch.rnn_tanh: recurrent.layers(recurrent.TANH, self.dropout),
@@ -82,6 +91,8 @@ class Lifter:
             **dict.fromkeys(attention_ops(), flex_attention),
             torch.as_strided: as_strided,
             torch.Tensor.as_strided: as_strided,
+            # torch 2.13 has it; chunks of it are for memory, which tiles save as well
+            **({F.linear_cross_entropy: _in_one} if hasattr(F, "linear_cross_entropy") else {}),
         }
 
     def _drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -219,6 +230,10 @@ class Lifter:
         if reduction == "sum":
             return cast(torch.Tensor, rows.sum())
         return cast(torch.Tensor, rows.sum() / (target != ignore_index).sum())
+
+
+def _in_one(*args: Any, options: Any = None, **rest: Any) -> torch.Tensor:
+    return F.linear_cross_entropy(*args, **rest)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -114,7 +114,7 @@ class _Analysis:
                 above = 1
                 for factor in factors:
                     for outer, size in found[factor]:
-                        if size > 1:
+                        if size > 1 and above:  # of a dim that has elements
                             self.add(segment, value, dim, (above * outer, size))
                     above *= rule.sizes[factor]
 

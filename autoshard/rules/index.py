@@ -234,6 +234,13 @@ def bucketize(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(tuple(build.sizes), (dims, bounds), (dims,), frozenset(f for d in bounds for f in d))
 
 
+def isin(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Whether elements are among others, which stay whole."""
+    build = Builder()
+    dims, others = build.dims(ins[0].shape), build.dims(ins[1].shape)
+    return Factored(tuple(build.sizes), (dims, others), (dims,), frozenset(f for d in others for f in d))
+
+
 def searchsorted(node: Node, ins: Sequence[TensorType]) -> Factored:
     """The place of every element of the second input among sorted rows [n] or [..., n]."""
     if len(ins) > 2:
@@ -262,6 +269,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.index_fill.int_Tensor": index_fill,
         "aten.masked_scatter.default": masked_scatter,
         "aten.masked_scatter_backward.default": masked_scatter,
+        "aten.isin.Tensor_Tensor": isin,
         "aten.searchsorted.Tensor": searchsorted,
         "aten.bucketize.Tensor": bucketize,
     }

@@ -62,6 +62,7 @@ def cross(node: Node, ins: Sequence[TensorType]) -> Factored:
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "aten.linalg_cholesky_ex.default": _matrices((2,), (2, 0)),
+        "aten.cholesky.default": _matrices((2,), (2,)),
         "aten.cholesky_solve.default": _matrices((2, 2), (2,)),
         "aten.cholesky_inverse.default": _matrices((2,), (2,)),
         "aten._linalg_solve_ex.default": solve,

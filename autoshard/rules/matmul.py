@@ -27,18 +27,59 @@ def bmm(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def addmm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _plus(ins[0], (mm if len(ins[1].shape) == 2 else bmm)(node, ins[1:]))
+
+
+def _plus(bias: TensorType, rule: Factored) -> Factored:
     """A product plus a tensor that must be added once: the sum stays whole."""
-    rule = (mm if len(ins[1].shape) == 2 else bmm)(node, ins[1:])
     out = rule.outputs[0]
     assert out is not None
-    lead = len(out) - len(ins[0].shape)
-    added = tuple(d if n != 1 else () for d, n in zip(out[lead:], ins[0].shape, strict=True))
+    lead = len(out) - len(bias.shape)
+    added = tuple(d if n != 1 else () for d, n in zip(out[lead:], bias.shape, strict=True))
     summed = frozenset(f for f, _ in rule.reduce)
     return replace(rule, inputs=(added, *rule.inputs), fixed=summed, reduce=(), linear=())
 
 
 def mv(node: Node, ins: Sequence[TensorType]) -> Factored:
     return einsum("m k, k -> m", ins, node.types, linear=((0,), (1,)), flops=2.0 * ins[0].numel)
+
+
+def addmv(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _plus(ins[0], mv(node, ins[1:]))
+
+
+def addr(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _plus(ins[0], einsum("m, n -> m n", ins[1:], node.types))
+
+
+def addbmm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    flops = 2.0 * ins[1].numel * ins[2].shape[2]
+    rule = einsum("b m k, b k n -> m n", ins[1:], node.types, kind="matmul", flops=flops)
+    return _plus(ins[0], rule)
+
+
+def trilinear(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Three tensors, each with dims of size 1 put in where it has none, multiplied and summed over dims."""
+    absent, summed = node.args[3:6], node.args[6]
+    rank = len(ins[0].shape) + len(absent[0])
+    shapes = [iter(x.shape) for x in ins]
+    sizes = [[1 if d in absent[k] else next(shapes[k]) for d in range(rank)] for k in range(3)]
+    full = [max(each) for each in zip(*sizes, strict=True)]
+    build = Builder()
+    dims = build.dims(full)
+    inputs = tuple(
+        tuple(dims[d] if sizes[k][d] == full[d] else () for d in range(rank) if d not in absent[k])
+        for k in range(3)
+    )
+    return Factored(
+        tuple(build.sizes),
+        inputs,
+        (tuple(dims[d] for d in range(rank) if d not in summed),),
+        reduce=tuple((f, "sum") for d in summed for f in dims[d]),
+        linear=((0,), (1,), (2,)),
+        kind="matmul",
+        flops=2.0 * prod(full),
+    )
 
 
 def dot(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -177,6 +218,10 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.addmm.default": addmm,
         "aten.baddbmm.default": addmm,
         "aten.mv.default": mv,
+        "aten.addmv.default": addmv,
+        "aten.addr.default": addr,
+        "aten.addbmm.default": addbmm,
+        "aten._trilinear.default": trilinear,
         "aten.dot.default": dot,
         "aten.vdot.default": dot,
         "aten.convolution.default": convolution,

@@ -25,6 +25,17 @@ _NONLINEAR = tuple(
     logaddexp logaddexp2 hypot fmax fmin clamp_min.Tensor clamp_max.Tensor where.Scalar
     bitwise_xor.Scalar bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar
     __lshift__.Scalar __rshift__.Scalar __xor__.Tensor polar complex angle copy fill.Scalar fill.Tensor
+    bitwise_left_shift.Tensor bitwise_right_shift.Tensor __lshift__.Tensor __rshift__.Tensor
+    bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor copysign.Scalar
+    remainder.Scalar_Tensor xlogy.Scalar_Self xlogy.Scalar_Other round.decimals zero isneginf isposinf
+    nextafter gcd lcm sinc i0 igamma igammac polygamma mvlgamma frexp.Tensor special_i0e special_i1
+    special_i1e special_entr special_erfcx special_ndtri special_log_ndtr special_xlog1py special_zeta
+    special_xlog1py.self_scalar special_xlog1py.other_scalar special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_spherical_bessel_j0 special_airy_ai
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    isin.Tensor_Scalar fake_quantize_per_tensor_affine_cachemask
+    _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
     """.split()  # noqa: SIM905 - a table reads better than 60 quoted lines
 )
 #: linear in their first tensor
@@ -34,7 +45,7 @@ _LINEAR_FIRST = tuple(
     silu_backward tanh_backward sigmoid_backward threshold_backward elu_backward leaky_relu_backward
     hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward
     log_sigmoid_backward hardshrink_backward softshrink_backward _prelu_kernel_backward _conj
-    logit_backward
+    logit_backward _conj_physical conj_physical deg2rad rad2deg ldexp.Tensor
     """.split()  # noqa: SIM905 - a table reads better than 60 quoted lines
 )
 
@@ -104,6 +115,13 @@ def _halved(node: Node, x: TensorType, half: TensorType | None, raw: int, *, bac
     return Factored(sizes, (whole,), (after,), fixed)
 
 
+def _fake_quantize_per_channel(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A scale and a zero point for each element of one dim."""
+    build, at = Builder(), node.args[3] % len(ins[0].shape)
+    dims = build.dims(ins[0].shape)
+    return Factored(tuple(build.sizes), (dims, (dims[at],), (dims[at],)), (dims, dims))
+
+
 def _named(names: Sequence[str], fn: RuleFn) -> dict[str, RuleFn]:
     return {f"aten.{n}" if "." in n else f"aten.{n}.default": fn for n in names}
 
@@ -124,6 +142,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.where.ScalarOther": _plain,
         "aten.where.ScalarSelf": _plain,
         "aten.masked_fill.Scalar": _masked_fill,
+        "aten.fake_quantize_per_channel_affine_cachemask.default": _fake_quantize_per_channel,
         "aten.glu.default": _glu,
         "aten.glu_backward.default": _glu_backward,
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
-from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, einsum
+from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, einsum, opaque
 from autoshard.rules.local import shape_arg
 
 
@@ -52,14 +52,22 @@ def _whole(kept: int, *, linear: bool = False, shape_at: int | None = None) -> R
 
 
 def grid_sampler(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """image [n, c, h, w], grid [n, y, x, 2] -> [n, c, y, x]."""
-    return einsum("n c h w, n y x two -> n c y x", ins, node.types, fixed="h w two", linear=((0,),))
+    """image [n, c, h, w], grid [n, y, x, 2] -> [n, c, y, x]; of volumes with a dim more each."""
+    d, z = _depth(ins[0])
+    spec = f"n c {d} h w, n {z} y x two -> n c {z} y x"
+    return einsum(spec, ins, node.types, fixed=f"{d} h w two", linear=((0,),))
 
 
 def grid_sampler_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """gradient [n, c, y, x], image [n, c, h, w], grid [n, y, x, 2] -> gradients of image and grid."""
-    spec = "n c y x, n c h w, n y x two -> n c h w, n y x two"
-    return einsum(spec, ins, node.types, fixed="h w two", linear=((0,),))
+    d, z = _depth(ins[1])
+    spec = f"n c {z} y x, n c {d} h w, n {z} y x two -> n c {d} h w, n {z} y x two"
+    return einsum(spec, ins, node.types, fixed=f"{d} h w two", linear=((0,),))
+
+
+def _depth(image: TensorType) -> tuple[str, str]:
+    """Names of the dim that volumes have more, before and after."""
+    return ("d", "z") if len(image.shape) == 5 else ("", "")
 
 
 def fft(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -114,55 +122,75 @@ def cdist_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     )
 
 
+def _opaque(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return opaque(ins, node.types)
+
+
 def _upsampling() -> dict[str, RuleFn]:
     rules: dict[str, RuleFn] = {}
-    for kind in (
-        "upsample_nearest2d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "_upsample_nearest_exact2d",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
+    for kind, dims in (
+        ("upsample_nearest2d", 2),
+        ("upsample_bilinear2d", 2),
+        ("upsample_bicubic2d", 2),
+        ("_upsample_nearest_exact2d", 2),
+        ("_upsample_bilinear2d_aa", 2),
+        ("_upsample_bicubic2d_aa", 2),
+        ("upsample_nearest1d", 1),
+        ("upsample_linear1d", 1),
+        ("_upsample_nearest_exact1d", 1),
+        ("upsample_nearest3d", 3),
+        ("upsample_trilinear3d", 3),
+        ("_upsample_nearest_exact3d", 3),
     ):
-        rules[f"aten.{kind}.default"] = rules[f"aten.{kind}.vec"] = _whole(2, linear=True)
-        rules[f"aten.{kind}_backward.default"] = _whole(2, linear=True, shape_at=2)
+        rules[f"aten.{kind}.default"] = rules[f"aten.{kind}.vec"] = _whole(dims, linear=True)
+        rules[f"aten.{kind}_backward.default"] = _whole(dims, linear=True, shape_at=2)
     return rules
+
+
+def _padding() -> dict[str, RuleFn]:
+    return {
+        f"aten.{kind}_pad{dims}d{backward}.default": _whole(dims, linear=True)
+        for kind in ("reflection", "replication")
+        for dims in (1, 2, 3)
+        for backward in ("", "_backward")
+    }
 
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         **_upsampling(),
+        **_padding(),
         "aten.avg_pool2d.default": _whole(2, linear=True),
         "aten.avg_pool2d_backward.default": _whole(2, linear=True),
         "aten.avg_pool3d.default": _whole(3, linear=True),
         "aten.avg_pool3d_backward.default": _whole(3, linear=True),
         "aten._adaptive_avg_pool2d.default": _whole(2, linear=True),
         "aten._adaptive_avg_pool2d_backward.default": _whole(2, linear=True),
+        "aten._adaptive_avg_pool3d.default": _whole(3, linear=True),
+        "aten._adaptive_avg_pool3d_backward.default": _whole(3, linear=True),
+        "aten.adaptive_max_pool3d.default": _whole(3),
+        "aten.adaptive_max_pool3d_backward.default": _whole(3, linear=True),
         "aten.max_pool2d_with_indices.default": _whole(2),
         "aten.max_pool2d_with_indices_backward.default": _whole(2, linear=True),
         "aten.max_pool3d_with_indices.default": _whole(3),
         "aten.max_pool3d_with_indices_backward.default": _whole(3, linear=True),
         "aten.adaptive_max_pool2d.default": _whole(2),
         "aten.adaptive_max_pool2d_backward.default": _whole(2, linear=True),
-        "aten.reflection_pad1d.default": _whole(1, linear=True),
-        "aten.reflection_pad1d_backward.default": _whole(1, linear=True),
-        "aten.reflection_pad2d.default": _whole(2, linear=True),
-        "aten.reflection_pad2d_backward.default": _whole(2, linear=True),
-        "aten.replication_pad1d.default": _whole(1, linear=True),
-        "aten.replication_pad1d_backward.default": _whole(1, linear=True),
-        "aten.replication_pad2d.default": _whole(2, linear=True),
-        "aten.replication_pad2d_backward.default": _whole(2, linear=True),
         "aten.pixel_shuffle.default": _whole(3, linear=True),
         "aten.pixel_unshuffle.default": _whole(3, linear=True),
         "aten.im2col.default": _whole(3, linear=True),
         "aten.col2im.default": _whole(2, linear=True),
         "aten.grid_sampler_2d.default": grid_sampler,
         "aten.grid_sampler_2d_backward.default": grid_sampler_backward,
+        "aten.grid_sampler_3d.default": grid_sampler,
+        "aten.grid_sampler_3d_backward.default": grid_sampler_backward,
         "aten._fft_c2c.default": fft,
         "aten._fft_r2c.default": fft,
         "aten._fft_c2r.default": fft,
         "aten.linalg_solve_triangular.default": solve_triangular,
         "aten._cdist_forward.default": cdist,
         "aten._cdist_backward.default": cdist_backward,
+        "aten._pdist_forward.default": _opaque,
+        "aten._pdist_backward.default": _opaque,
     }
 )

@@ -116,6 +116,11 @@ def _overwrite(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
     ]
 
 
+def _conjugated(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
+    """Now, not where a value is read, since a view as real numbers refuses what is yet to be conjugated."""
+    return [replace(node, op="aten._conj_physical.default")]
+
+
 def _xent(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
     """Row statistics over the vocabulary, then the loss of each row."""
     logits, target, ignore, smoothing = node.args
@@ -165,6 +170,8 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.new_ones.default": _filled(1),
         "aten.new_full.default": _filled(None),
         "aten.zeros.default": _filled(0),
+        "aten.zero.default": _filled(0),
+        "aten._conj.default": _conjugated,
         "aten.ones.default": _filled(1),
         "aten.copy.default": _overwrite,
         "aten.fill.Tensor": _overwrite,

@@ -97,11 +97,13 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
     {
         "aten.mse_loss.default": _mean(2),
         "aten.smooth_l1_loss.default": _mean(2),
+        "aten.soft_margin_loss.default": _mean(2),
         "aten.huber_loss.default": _mean(2),
         "aten.binary_cross_entropy.default": _mean(3),
         "aten.binary_cross_entropy_with_logits.default": _mean(4),
         "aten.mse_loss_backward.default": _mean_backward(3),
         "aten.smooth_l1_loss_backward.default": _mean_backward(3),
+        "aten.soft_margin_loss_backward.default": _mean_backward(3),
         "aten.huber_loss_backward.default": _mean_backward(3),
         "aten.binary_cross_entropy_backward.default": _mean_backward(4),
         "aten.nll_loss_forward.default": _nll,

@@ -212,6 +212,23 @@ def test_random_numbers_have_their_distributions() -> None:
     assert set(kept.unique().tolist()) == {0.0, 1.0} and abs(kept.mean() - 0.3) < 0.01
     waited = drawn[torch.Tensor.exponential_](torch.empty(shape), 2.0)
     assert waited.min() >= 0 and abs(waited.mean() - 0.5) < 0.01
+    logs = drawn[torch.Tensor.log_normal_](torch.empty(shape), 0.5, 2.0).log()
+    assert abs(logs.mean() - 0.5) < 0.02 and abs(logs.std() - 2) < 0.02
+    cauchy = drawn[torch.Tensor.cauchy_](torch.empty(shape), 1.0, 2.0)
+    assert abs(cauchy.median() - 1) < 0.05 and abs((cauchy < 3).float().mean() - 0.75) < 0.01
+    tries = drawn[torch.Tensor.geometric_](torch.empty(shape), 0.25)
+    assert tries.min() == 1 and abs(tries.mean() - 4) < 0.05 and torch.equal(tries, tries.round())
+    means, spreads = torch.full(shape, 3.0), torch.tensor([1.0, 2.0, 4.0]).repeat(100)
+    spread = drawn[torch.normal](means, spreads).view(-1, 3)
+    assert torch.allclose(spread.mean(0), torch.tensor(3.0), atol=0.1)
+    assert torch.allclose(spread.std(0), spreads[:3], rtol=0.02)
+    assert drawn[torch.normal](1.0, spreads).shape == (300,) and drawn[torch.normal](
+        0.0, 1.0, (2, 5)
+    ).shape == (2, 5)
+    slopes = drawn[torch.nn.functional.rrelu](-torch.ones(shape), 0.2, 0.4, training=True)
+    assert -0.4 <= slopes.min() < slopes.max() <= -0.2 and abs(slopes.mean() + 0.3) < 2e-3
+    like = drawn[torch.randint_like](torch.empty(shape), 2, 5)
+    assert like.dtype == torch.float32 and like.unique().tolist() == [2, 3, 4]
     assert drawn[torch.rand](size=(2, 3), dtype=torch.float64).dtype == torch.float64
     numbers = drawn[torch.randint](-1, 3, shape)
     assert numbers.unique().tolist() == [-1, 0, 1, 2] and abs(numbers.float().mean() - 0.5) < 0.05

@@ -31,6 +31,8 @@ for _sample in all_samples():
 MOST, OF_AN_OP = 10, 80
 #: ops that only run on whole tensors; everything else must be shardable in one of its samples
 WHOLE = {
+    "aten._pdist_backward.default",
+    "aten._pdist_forward.default",
     "aten.all.default",
     "aten.any.default",
     "aten.arange.default",

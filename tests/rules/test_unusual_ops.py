@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import autoshard
@@ -57,7 +58,18 @@ def assigned(place: Callable[[torch.Tensor], Any], value: float) -> Fn:
     return run
 
 
+def volume(y: torch.Tensor) -> torch.Tensor:
+    return y.unflatten(-1, (4, 2, 2))
+
+
+def head_and_loss(net: Net, y: torch.Tensor) -> torch.Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=8)
+    return F.linear_cross_entropy(y.flatten(0, 1), net.layer.weight, LABELS, options=options)
+
+
 LA = torch.linalg
+BAGS, BEGINS = torch.tensor([[0, 3, 3], [15, 1, 2], [4, 4, 4], [9, 8, 7]]), torch.tensor([0, 2, 2, 7])
+CONSTANT, LABELS = torch.linspace(-1, 1, 16), torch.arange(32) % 16
 ROWS, MASK = torch.tensor([0, 2]), torch.rand(4, 8, 16, generator=torch.Generator().manual_seed(0)) > 0.5
 MODELS: Mapping[str, Fn] = MappingProxyType(
     {
@@ -98,6 +110,32 @@ MODELS: Mapping[str, Fn] = MappingProxyType(
         "assigned columns": assigned(lambda y: (slice(None), ROWS), 0.5),
         "assigned last": assigned(lambda y: (..., ROWS), 0.5),
         "added rows": put(lambda y: ROWS, lambda y: y[:2] * 2, added=True),
+        "no rows": lambda net, y: torch.cat((y, y.repeat(1, 0, 1)), 1),
+        "bilinear": lambda net, y: F.bilinear(y[..., :4], y[..., 4:8], net.layer.weight.view(16, 4, 4)),
+        "bags of rows": lambda net, y: F.embedding_bag(BAGS, net.layer.weight) + y[:, 0],
+        "weighted bags": lambda net, y: F.embedding_bag(
+            BAGS.flatten(), net.layer.weight, BEGINS, mode="sum", per_sample_weights=y.flatten()[:12]
+        ),
+        "affine grid": lambda net, y: F.grid_sample(
+            y[:, None], F.affine_grid(y[:, :2, :3], [4, 1, 8, 16], align_corners=False), align_corners=False
+        ),
+        "linear": lambda net, y: F.interpolate(y, scale_factor=2, mode="linear"),
+        "trilinear": lambda net, y: F.interpolate(volume(y), scale_factor=2, mode="trilinear"),
+        "nearest of volumes": lambda net, y: F.interpolate(volume(y), scale_factor=2),
+        "pool of volumes": lambda net, y: F.adaptive_avg_pool3d(volume(y), 2),
+        "unpooling": lambda net, y: F.max_unpool1d(*F.max_pool1d(y, 2, return_indices=True), 2),
+        "gaussian loss": lambda net, y: F.gaussian_nll_loss(y, y.detach() + 1, y.exp(), full=True),
+        "margins": lambda net, y: F.multi_margin_loss(y.flatten(0, 1), BAGS.repeat(3, 1).flatten()[:32]),
+        "soft margin": lambda net, y: F.soft_margin_loss(y, y.detach().sign()),
+        "correlations": lambda net, y: torch.corrcoef(y.flatten(0, 1)),
+        "similarity": lambda net, y: F.cosine_similarity(y, CONSTANT, dim=-1),
+        "fake quantised": lambda net, y: torch.fake_quantize_per_channel_affine(
+            y, CONSTANT.abs() + 0.1, torch.zeros(16, dtype=torch.int32), 2, -8, 7
+        ),
+        "conjugates": lambda net, y: torch.view_as_real(
+            torch.view_as_complex(y.unflatten(-1, (8, 2))).conj().resolve_conj()
+        )[..., 1],
+        **({"head and loss": head_and_loss} if hasattr(F, "linear_cross_entropy") else {}),
     }
 )
 
@@ -121,6 +159,6 @@ def test_the_dims_before_matrices_are_split(name: str) -> None:
 
 
 def test_a_refusal_names_the_line() -> None:
-    model, x = Net(lambda net, y: torch.block_diag(y[0], y[1])), torch.randn(4, 8, 16)
+    model, x = Net(lambda net, y: torch.take(y, ROWS)), torch.randn(4, 8, 16)
     with pytest.raises(NoRuleError, match=r"test_unusual_ops\.py:\d+"):
         autoshard.plan(model, "tp=4", example_inputs=(x,))
