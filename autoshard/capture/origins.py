@@ -48,6 +48,15 @@ def user_line_of(frame: FrameType | None, outside: Collection[str] = ()) -> str:
     return next((_line(f) for f in _user_frames(frame, outside)), "")
 
 
+def user_statement_of(frame: FrameType | None) -> str:
+    """The same with the text of the line."""
+    found = next(_user_frames(frame, ()), None)
+    if found is None:
+        return ""
+    text = linecache.getline(found.f_code.co_filename, found.f_lineno, found.f_globals)
+    return f"{_line(found)}: {text.strip()}"
+
+
 @dataclass(frozen=True)
 class CodeLine:
     """A line of the user's code. function: the first line of the function it is in. called: where that was

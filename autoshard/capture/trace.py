@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from autoshard.capture import tracing
-from autoshard.capture.data_dependent.masked_rows import TurnRaisesError
+from autoshard.capture.data_dependent.masked_rows import RowsReturnedError, TurnRaisesError
 from autoshard.capture.data_dependent.slot_rows import NoSlotsError
 from autoshard.capture.host_random import no_host_random
 from autoshard.capture.joint_trace import Traced
@@ -106,12 +106,14 @@ def _explained(error: Exception) -> CaptureError:
             hint="torch.where(condition, a, b) or a mask instead of a branch; a number passed as an argument "
             "instead of .item()",
         )
-    if isinstance(error, tracing.DYNAMIC_SHAPE):
+    if isinstance(error, RowsReturnedError):
+        where = error.where
+    if isinstance(error, (*tracing.DYNAMIC_SHAPE, RowsReturnedError)):
         return NeedsValuesError(
             "the shape of a tensor depends on values",
             where=where,
-            why="all shapes in a program are fixed (nonzero, unique, boolean indexing and repeats given by a "
-            "tensor have shapes that are not)",
+            why="all shapes in a program are fixed (those of unique or of repeats given by a tensor are not; "
+            "of x[mask] functions of single rows, sums, means and losses are followed)",
             hint="torch.where(mask, x, 0) or x * mask instead of x[mask]; a buffer of the largest size "
             "with a mask",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from autoshard.capture import tracing
 from autoshard.capture.data_dependent.constant_eval import Shadows
 from autoshard.capture.data_dependent.finite_checks import Finite
 from autoshard.capture.data_dependent.known_values import KnownValues
-from autoshard.capture.data_dependent.masked_rows import chosen_rows
+from autoshard.capture.data_dependent.masked_rows import ChosenRows, chosen_rows
 from autoshard.capture.data_dependent.value_checks import checks_pass
 from autoshard.capture.inputs import Inputs, Leaf, State
 from autoshard.capture.meta_args import Absent
@@ -83,15 +83,15 @@ class Function:
         sparse = (SparseMixtures(),) if self.sparse else ()
         asked = (Shadows(), chosen_rows(self.raising, self.slots), Finite()) if self.with_values else ()
         with ExitStack() as stack:
-            for context in (
+            contexts: tuple[AbstractContextManager[Any], ...] = (
                 self.recorder.running(),
                 tracing.plain_model_code(self.state.hooked()),
                 known,
                 checks_pass(),
                 *asked,
                 *sparse,
-            ):
-                stack.enter_context(context)
+            )
+            modes = [stack.enter_context(context) for context in contexts]
             state = self._state(tensors)
             uncast = {
                 id(new): old
@@ -107,6 +107,9 @@ class Function:
                 if self.repeats is not None:
                     self.repeats.begin(lifter, uncast)
                 output = call_model(self.model, args, kwargs)
+                for mode in modes:
+                    if isinstance(mode, ChosenRows):
+                        mode.returns(output)
             self.unread = frozenset(lifter.unread.values())
             tracing.mark(COPY)
             self._write_back(tensors, state)

@@ -39,6 +39,10 @@ Function = Callable[..., Any]
 _SDPA: Function = F.scaled_dot_product_attention
 _DROPOUT: Function = F.dropout
 _CROSS_ENTROPY: Function = F.cross_entropy
+#: one element of each channel, to index with
+_CHANNELS: tuple[slice, ...] = (slice(None), slice(None), *[slice(0, 1)] * 8)
+#: scale times alpha of SELU
+_SATURATION = 1.7580993408473766
 
 
 class Lifter:
@@ -71,6 +75,14 @@ class Lifter:
             torch.dropout: self.dropout_c,
             torch.dropout_: self.dropout_c_,
             torch.native_dropout: self.native_dropout,
+            F.dropout1d: _of_channels(self.feature_dropout, 2),
+            F.dropout2d: _of_channels(self.feature_dropout, 0),
+            F.dropout3d: _of_channels(self.feature_dropout, 4),
+            torch.feature_dropout: self.feature_dropout,
+            F.alpha_dropout: self.alpha_dropout,
+            torch.alpha_dropout: self.alpha_dropout,
+            F.feature_alpha_dropout: self.feature_alpha_dropout,
+            torch.feature_alpha_dropout: self.feature_alpha_dropout,
             _CROSS_ENTROPY: self.cross_entropy,
             F.ctc_loss: ctc_loss,
             F.cosine_similarity: cosine_similarity,
@@ -104,9 +116,9 @@ class Lifter:
     def dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
-        if not 0.0 < p < 1.0 or not training or not input.is_floating_point():
+        if not 0.0 < p <= 1.0 or not training or not input.is_floating_point():
             return cast(torch.Tensor, _DROPOUT(input, p, training, inplace))
-        out = self._drop(input, float(p))
+        out = self._drop(input, float(p)) if p < 1.0 else torch.zeros_like(input)
         return input.copy_(out) if inplace else out
 
     def dropout_c(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -123,6 +135,38 @@ class Lifter:
         out = self._drop(input, float(p))
         self.sites -= 1  # the mask is that of the same call
         return out, self._drop(torch.ones_like(input.detach()), float(p)) != 0
+
+    def feature_dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        """Whole channels of [n, c, ...] are dropped."""
+        if not train or p == 0.0:
+            return input
+        return input * self.dropout(torch.ones_like(input[_CHANNELS[: input.dim()]]), p)
+
+    def alpha_dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> torch.Tensor:
+        """What is dropped is set to the value that SELU saturates at; mean and variance are kept (Klambauer
+        et al., "Self-normalizing neural networks", 2017, section 3)."""
+        return self._alpha(input, torch.ones_like(input), p, training, inplace)
+
+    def feature_alpha_dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> torch.Tensor:
+        """The same of whole channels."""
+        return self._alpha(input, torch.ones_like(input[_CHANNELS[: input.dim()]]), p, training, inplace)
+
+    def _alpha(
+        self, input: torch.Tensor, ones: torch.Tensor, p: float, training: bool, inplace: bool
+    ) -> torch.Tensor:
+        if not training or p == 0.0:
+            return input
+        if p == 1.0:
+            out = torch.zeros_like(input)
+        else:
+            kept = (self.dropout(ones, p) != 0).to(input.dtype)
+            scale = 1.0 / math.sqrt((_SATURATION**2 * p + 1) * (1 - p))
+            out = input * (kept * scale) + ((kept - 1) * (_SATURATION * scale) + _SATURATION * scale * p)
+        return input.copy_(out) if inplace else out
 
     def sdpa(
         self,
@@ -230,6 +274,22 @@ class Lifter:
         if reduction == "sum":
             return cast(torch.Tensor, rows.sum())
         return cast(torch.Tensor, rows.sum() / (target != ignore_index).sum())
+
+
+def _of_channels(drop: Callable[..., torch.Tensor], unbatched: int) -> Function:
+    """A function of ``torch.nn.functional``. unbatched: dims of a sample that is alone, 0 for none."""
+
+    def run(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        alone = input.dim() == unbatched
+        out = drop(input.unsqueeze(0) if alone else input, p, training)
+        out = out.squeeze(0) if alone else out
+        return input.copy_(out) if inplace else out
+
+    return run
 
 
 def _in_one(*args: Any, options: Any = None, **rest: Any) -> torch.Tensor:

@@ -34,4 +34,6 @@ def _is_mask_of(x: torch.Tensor, index: Any) -> bool:
 def _same_everywhere(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a value has nothing that runs over the masked places."""
     rest = x.dim() - mask.dim()
-    return value.dim() <= rest or all(n == 1 for n in value.shape[: value.dim() - rest])
+    lead = value.shape[: value.dim() - rest]
+    # how many rows a mask chose is not asked
+    return value.dim() <= rest or all(isinstance(n, int) and n == 1 for n in lead)

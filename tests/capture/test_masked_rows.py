@@ -83,6 +83,20 @@ def dropping(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.
     return out
 
 
+def averaging(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        choice, token = torch.where(mask[number])
+        rows = x[token] * weights[token, choice, None]
+        out.index_add_(0, token, rows - rows.mean(0))
+    return out
+
+
+def holding(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    choice, token = torch.where(mask[0])
+    return x[token] * weights[token, choice, None]
+
+
 @pytest.mark.parametrize(("step", "products"), [(looping, 2), (over_all, 2), (comparing, 2), (dropping, 0)])
 def test_products_are_those_of_the_tokens_that_chose_an_expert(step: Step, products: int) -> None:
     """All experts together have two rows for each token; slots of one hold a quarter of that."""
@@ -96,7 +110,7 @@ def test_products_are_those_of_the_tokens_that_chose_an_expert(step: Step, produ
     )
 
 
-@pytest.mark.parametrize("step", [looping, over_all, comparing, dropping])
+@pytest.mark.parametrize("step", [looping, over_all, comparing, dropping, averaging, holding])
 def test_equal_to_eager(step: Step) -> None:
     torch.manual_seed(0)
     model, x = Mixture(step), torch.randn(TOKENS, WIDTH)
@@ -146,14 +160,6 @@ def adding(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Te
     return out
 
 
-def averaging(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros_like(x)
-    for number in range(EXPERTS):
-        _, token = torch.where(mask[number])
-        out.index_add_(0, token, x[token] - x[token].mean(0))
-    return out
-
-
 def sizing(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(x)
     for number in range(EXPERTS):
@@ -162,9 +168,12 @@ def sizing(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Te
     return out
 
 
-def holding(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    rows = x[torch.where(mask[0])[1]]
-    return rows
+def sorting(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        _, token = torch.where(mask[number])
+        out.index_add_(0, token, x[token] - x[token].cumsum(0))
+    return out
 
 
 def noting(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -204,9 +213,8 @@ def differentiating(
         stopping,
         collecting,
         adding,
-        averaging,
         sizing,
-        holding,
+        sorting,
         noting,
         differentiating,
     ],

@@ -8,7 +8,8 @@ The loop over experts that many models share::
 
 runs over all experts and, for each, over all rows (see ``autoshard.ops.chosen``). That is the same only if
 nothing mixes rows, and if a turn of the loop that would not take place leaves nothing behind but rows that do
-not count. Whatever is not known to be so is refused, as a shape that depends on values.
+not count. ``loss[mask].mean()`` and its like are followed in the same way, to where rows are added up
+(`row_totals`). Whatever is not known to be so is refused, as a shape that depends on values.
 
 Leans on the exceptions of ``torch._subclasses.fake_tensor`` and on the frames of a ``TorchFunctionMode``. Run
 with torch 2.13.
@@ -27,9 +28,13 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.data_dependent import row_totals
 from autoshard.capture.data_dependent.constant_eval import changed_by
+from autoshard.capture.data_dependent.equal_masks import DERIVED, EqualMasks
 from autoshard.capture.data_dependent.loops import Loops
+from autoshard.capture.data_dependent.row_count import RowCount
 from autoshard.capture.data_dependent.slot_rows import NoSlotsError, SlotSelection, same_rows
+from autoshard.capture.origins import user_statement_of
 from autoshard.ops.chosen import Selection, moved, places
 from autoshard.torch_adapters.replaced import replaced
 
@@ -46,7 +51,18 @@ _POINTWISE = frozenset(
 _SAME = frozenset(
     ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
 )
+#: element by element as well, where the rows are those of a mask
+_COMPARED = frozenset(
+    """
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not
+    logical_xor __and__ __or__ __xor__ __invert__ isnan isinf isfinite nan_to_num floor ceil round trunc
+    remainder fmod erf log2 log10 tan asin acos atan atan2 sinh cosh bool int long float_power
+    broadcast_tensors
+    """.split()  # noqa: SIM905 - a table reads better than quoted names
+)
 _RESHAPES = frozenset(("view", "reshape", "squeeze", "unsqueeze", "flatten"))
+#: arithmetic with the number of rows
+_COUNTED = frozenset(("div", "__truediv__", "true_divide", "mul", "__mul__"))
 #: what leads from scores to a mask of the rows that chose one of many, and keeps what is one
 _CLASSIFIED = frozenset(
     """
@@ -54,7 +70,7 @@ _CLASSIFIED = frozenset(
     __eq__ int long mul __mul__ __and__ logical_and
     """.split()  # noqa: SIM905 - a table reads better than quoted names
 )
-_ABOUT = frozenset(("dim", "ndimension", "is_floating_point", "element_size", "is_complex"))
+_ABOUT = frozenset(("dim", "ndimension", "is_floating_point", "element_size", "is_complex", "result_type"))
 _ATTRIBUTES = frozenset(("dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_nested"))
 
 
@@ -72,30 +88,12 @@ class _Rows:
     lead: int = 0
 
 
-class _Count:
-    """How many rows there are: known only to be compared with none."""
+class RowsReturnedError(Exception):
+    """The model returns rows that a mask chose, at ``where`` in its code: how many depends on values."""
 
-    def __init__(self, refuse: Callable[[], Exception]) -> None:
-        self._refuse = refuse
-
-    def __eq__(self, other: object) -> bool:
-        return self._with_none(other, False)
-
-    def __ne__(self, other: object) -> bool:
-        return self._with_none(other, True)
-
-    def __gt__(self, other: object) -> bool:
-        return self._with_none(other, True)
-
-    def __bool__(self) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _with_none(self, other: object, answer: bool) -> bool:
-        if type(other) is not int or other != 0:
-            raise self._refuse()
-        return answer
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.where = where
 
 
 class TurnRaisesError(Exception):
@@ -117,6 +115,9 @@ class ChosenRows(TorchFunctionMode):
         self._loop = 0
         self._number = 0
         self._rows: dict[int, _Rows] = {}
+        self._masks = EqualMasks()
+        #: by what counts: where rows were chosen
+        self._where: dict[int, str] = {}
         self._loops = Loops()
         # of the turn of a loop that is going on
         self._turn: torch.Tensor | None = None
@@ -133,6 +134,8 @@ class ChosenRows(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
+        if name in _COUNTED or name in _RESHAPES:
+            args = self._numbered(name, args)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(id(t) in self._gone for t in given):
             raise _refused(func)
@@ -141,6 +144,8 @@ class ChosenRows(TorchFunctionMode):
             out = self._on_rows(func, name, args, kwargs, rows)
         elif _finds_places(name, args, kwargs):
             out = self._places(func, name, args, kwargs)
+        elif self._turn is None and name in ("__getitem__", "masked_select") and _by_mask(args, kwargs):
+            out = self._masked(func, args)
         elif self._slots and name in _CLASSIFIED:
             out = self._classified(func, name, args, kwargs)
         else:
@@ -148,6 +153,10 @@ class ChosenRows(TorchFunctionMode):
             if self._turn is not None and any(id(t) not in self._fresh for t in changed):
                 raise _refused(func)
             out = self._called(func, args, kwargs)
+        for t in changed_by(name, args, kwargs):
+            self._masks.changed(t)
+        if name in DERIVED:
+            self._masks.note(name, args, kwargs, out)
         if self._turn is not None:
             for t in pytree.tree_leaves(out):
                 if isinstance(t, torch.Tensor) and all(t is not g for g in given):
@@ -155,6 +164,16 @@ class ChosenRows(TorchFunctionMode):
                     if name in _POINTWISE:
                         self._fresh.add(id(t))
         return out
+
+    def _numbered(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with tensors, or sizes, in place of the numbers of rows."""
+
+        def number(value: Any) -> Any:
+            if not isinstance(value, RowCount):
+                return value
+            return value.size_of(args[0]) if name in _RESHAPES and id(args[0]) in self._rows else value.value
+
+        return tuple(type(a)(map(number, a)) if type(a) in (tuple, list) else number(a) for a in args)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -175,9 +194,10 @@ class ChosenRows(TorchFunctionMode):
             mask = args[0]
             if mask.dim() == 0 or mask.numel() < 2 or (name == "nonzero" and mask.dim() != 1 and not kwargs):
                 raise
-        counts = (mask != 0).reshape(-1)
+        counts = self._masks.counts(mask)
         if self._turn is not None:
             counts = counts & self._turn
+        self._where[id(counts)] = user_statement_of(sys._getframe(1))
         experts = self._experts(mask)
         selection: Selection | SlotSelection = Selection(tuple(mask.shape), counts)
         if experts:
@@ -186,6 +206,20 @@ class ChosenRows(TorchFunctionMode):
         if name == "where" or kwargs.get("as_tuple"):
             return found
         return self._tag(found[0].unsqueeze(1), selection, 0, 0)
+
+    def _masked(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """``x[mask]``, ``x[mask, 0]``: the rows of a mask over the first dims."""
+        x, (mask, *rest) = args[0], places(args[1])
+        try:
+            return func(*args)
+        except DynamicOutputShapeException:
+            if mask.numel() < 2:
+                raise
+        counts = self._masks.counts(mask)
+        selection = Selection(tuple(mask.shape), counts)
+        self._where[id(counts)] = user_statement_of(sys._getframe(1))
+        out = self._run(row_totals.chosen, x, counts, mask.dim())
+        return self._tag(out[(slice(None), *rest)] if rest else out, selection, 0)
 
     def _experts(self, mask: torch.Tensor) -> int:
         """Of how many experts a mask says which tokens chose one; 0 if that is not known."""
@@ -226,7 +260,7 @@ class ChosenRows(TorchFunctionMode):
     ) -> Any:
         first, selection = rows[0], rows[0].selection
         own = bool(args) and args[0] is first.tensor
-        if any(r.selection is not selection for r in rows):
+        if any(not _alike(r.selection, selection) for r in rows):
             raise _refused(func)
         if name in _ABOUT:
             return func(*args, **kwargs)
@@ -244,6 +278,8 @@ class ChosenRows(TorchFunctionMode):
             if made is not None:
                 return made
             refusal = NoSlotsError()
+        elif (made := self._on_masked(func, name, args, kwargs, rows, selection)) is not None:
+            return made
         elif name == "unbind" and own and first.axis is not None and args[1:] in ((), (0,)):
             return self._turns(func, first)
         elif name in _RESHAPES and own:
@@ -258,6 +294,55 @@ class ChosenRows(TorchFunctionMode):
             if id(t) not in self._rows:
                 self._tag(t, selection, dims + t.dim(), first.axis if name in _SAME else None)
         return out
+
+    def _on_masked(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: list[_Rows],
+        selection: Selection,
+    ) -> Any:
+        """What rows come to, and what is made of each by functions of rows; None for any other function."""
+        first, counts = rows[0], selection.counts
+        own = bool(args) and args[0] is first.tensor
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        others = [t for t in tensors if id(t) not in self._rows]
+        if self._turn is not None or any(r.dim for r in rows):
+            return None
+        if name == "masked_scatter":
+            x, mask, value = args
+            dims = x.dim() - first.tensor.dim() + 1
+            if value is not first.tensor or self._masks.counts_below(mask) is not counts:
+                return None
+            return self._run(row_totals.assigned, x, value, counts, dims)
+        if name in row_totals.ELEMENTWISE or name in row_totals.CLASSWISE:
+            narrow = all(t.dim() < first.tensor.dim() or t.shape[0] == 1 for t in others)
+            found = self._run(row_totals.loss, func, name, args, kwargs, counts) if own and narrow else None
+            if found is None:
+                return None
+            return self._tag(found[0], selection, 0) if found[1] else found[0]
+        if name == "xent" and own and not others and not kwargs:
+            return tuple(self._tag(t, selection, 0) for t in self._run(func, *args))
+        if not own or "out" in kwargs:
+            return None
+        if name in ("sum", "mean") and 0 in row_totals.reduced_dims(args, kwargs, first.tensor.dim()):
+            return self._run(row_totals.total, name, args, kwargs, counts, 0)
+        if not row_totals.row_by_row(name, args, kwargs, len(others)):
+            return None
+        out = func(*args, **kwargs)
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if len(t) != len(counts):
+                raise _refused(func)
+            self._tag(t, selection, 0)
+        return out
+
+    def returns(self, output: Any) -> None:
+        """What the model returns: rows that a mask chose have a shape that depends on values."""
+        for rows in (self._rows[id(t)] for t in pytree.tree_leaves(output) if id(t) in self._rows):
+            chosen = rows.selection
+            raise RowsReturnedError(self._where.get(id(getattr(chosen, "counts", None)), ""))
 
     def _on_slots(
         self,
@@ -301,7 +386,8 @@ class ChosenRows(TorchFunctionMode):
         own = args[0] is first.tensor if args else False
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         others = [t for t in tensors if id(t) not in self._rows]
-        if name in _POINTWISE or name in _SAME:
+        compared = name in _COMPARED and isinstance(first.selection, Selection) and self._turn is None
+        if name in _POINTWISE or name in _SAME or compared:
             if any(id(t) not in self._fresh for t in changed_by(name, args, kwargs)):
                 return None
             same = all(r.dim - r.tensor.dim() == back for r in rows)
@@ -334,7 +420,7 @@ class ChosenRows(TorchFunctionMode):
             return func(*args)
         if attribute == "shape":
             known: list[Any] = list(func(*args))
-            known[rows.dim] = _Count(lambda: _refused(func))
+            known[rows.dim] = self._count(func, rows, 1)
             return tuple(known)
         raise _refused(func)
 
@@ -343,7 +429,13 @@ class ChosenRows(TorchFunctionMode):
             return func(*args)
         if name == "__len__":  # Python takes nothing but a number
             raise _refused(func)
-        return _Count(lambda: _refused(func))
+        others = rows.tensor.numel() // len(rows.tensor) if name == "numel" and rows.dim == 0 else 1
+        return self._count(func, rows, others)
+
+    def _count(self, func: Any, rows: _Rows, times: int) -> RowCount:
+        if isinstance(rows.selection, Selection) and self._turn is None and rows.dim == 0:
+            return RowCount(lambda: _refused(func), rows.selection.counts, times)
+        return RowCount(lambda: _refused(func))
 
     def _pick(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
         """``x[None, token]``, ``x[token, choice, None]``: the rows of another tensor."""
@@ -440,7 +532,7 @@ class ChosenRows(TorchFunctionMode):
 
 
 @contextmanager
-def chosen_rows(raising: set[tuple[int, int]], slots: bool) -> Iterator[None]:
+def chosen_rows(raising: set[tuple[int, int]], slots: bool) -> Iterator[ChosenRows]:
     """Follow chosen rows through all code that runs inside.
 
     raising: of the model's code, kept from trace to trace. slots: see `ChosenRows`.
@@ -452,8 +544,25 @@ def chosen_rows(raising: set[tuple[int, int]], slots: bool) -> Iterator[None]:
         return mode.apply(lambda *a, **k: original(cls, *a, **k), args, kwargs)
 
     with mode, replaced(torch.autograd.Function, "apply", classmethod(apply)):
-        yield
+        yield mode
         mode.finish()
+
+
+def _alike(one: Selection | SlotSelection, other: Selection | SlotSelection) -> bool:
+    """Whether two choose the same rows."""
+    same = isinstance(one, Selection) and isinstance(other, Selection) and one.counts is other.counts
+    return one is other or same
+
+
+def _by_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the first index is a mask of the first dims, beside others that leave the rows to it."""
+    if kwargs or len(args) != 2 or not isinstance(args[0], torch.Tensor):
+        return False
+    mask, *rest = places(args[1])
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() == 0:
+        return False
+    plain = all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in rest)
+    return plain and args[0].shape[: mask.dim()] == mask.shape
 
 
 def _finds_places(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
