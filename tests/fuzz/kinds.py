@@ -1,4 +1,4 @@
-"""The kinds of cases: graphs, modules, steps; how each is run, shown and made smaller."""
+"""The kinds of cases: graphs, modules, steps, operators; how each is run, shown and made smaller."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 from fuzz.case import PLANS, Case, Outcome
 from fuzz.chunk import Chunk, run_chunk
 from fuzz.module_case import ModuleCase
+from fuzz.operator_case import OperatorCase
 from fuzz.shrink import shrunk
 from fuzz.shrink_text import shrunk_text
 from fuzz.step_runs import run_steps
 from fuzz.steps import Steps
 
-KINDS = ("graphs", "modules", "steps")
+KINDS = ("graphs", "modules", "steps", "operators")
 #: of ``all``: which part of the cases each kind has
 PARTS = {"graphs": 0.5, "modules": 0.375, "steps": 0.125}
 #: cases taken at a time
-_SIZES = {"graphs": 4 * PLANS, "modules": 10, "steps": 24}
+_SIZES = {"graphs": 4 * PLANS, "modules": 10, "steps": 24, "operators": 10}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Work:
             return Chunk(tuple(zip(self.numbers, outcomes, strict=True)), frozenset())
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        return Chunk(tuple((n, ModuleCase.of(n).run()) for n in self.numbers), frozenset())
+        case = OperatorCase if self.kind == "operators" else ModuleCase
+        return Chunk(tuple((n, case.of(n).run()) for n in self.numbers), frozenset())
 
 
 def run_work(work: Work) -> tuple[str, Chunk]:
@@ -68,6 +70,8 @@ def shown(kind: str, number: int) -> str:
     if kind == "graphs":
         case = Case.of(number)
         return f"mesh {case.mesh}\n\n{case.recipe.source()}"
+    if kind == "operators":
+        return OperatorCase.of(number).source()
     return (ModuleCase if kind == "modules" else Steps).of(number).source()
 
 
@@ -80,6 +84,9 @@ def reproduced(kind: str, number: int, outcome: Outcome | None = None, seconds: 
         if not found.failure.startswith("capture"):
             case, found = shrunk(case, found, seconds)
         text = f"mesh {case.mesh}, plan seed {case.plan_seed}\n{case.recipe.source()}"
+    elif kind == "operators":
+        operator = OperatorCase.of(number)
+        found, text = outcome or operator.run(), operator.source()
     elif kind == "modules":
         module = ModuleCase.of(number)
         module, found = shrunk_text(module, outcome or module.run(), ModuleCase.run, seconds)
