@@ -318,7 +318,10 @@ class ChosenRows(TorchFunctionMode):
                 return None
             return self._run(row_totals.assigned, x, value, counts, dims)
         if name in row_totals.ELEMENTWISE or name in row_totals.CLASSWISE:
+            # broadcasting must not put the rows of one beside the rows of another
             narrow = all(t.dim() < first.tensor.dim() or t.shape[0] == 1 for t in others)
+            level = all(r.tensor.dim() == first.tensor.dim() for r in rows)
+            narrow = narrow and (level or name in row_totals.CLASSWISE)
             found = self._run(row_totals.loss, func, name, args, kwargs, counts) if own and narrow else None
             if found is None:
                 return None

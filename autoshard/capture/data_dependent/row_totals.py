@@ -29,7 +29,7 @@ CLASSWISE = frozenset(("cross_entropy", "nll_loss"))
 _ALONG: Mapping[str, tuple[int, int | None]] = MappingProxyType(
     {
         **dict.fromkeys(("sum", "mean", "amax", "amin", "logsumexp", "argmax", "argmin", "prod"), (1, None)),
-        **dict.fromkeys(("any", "all", "cumsum", "max", "min", "var", "std", "flip", "softmax"), (1, None)),
+        **dict.fromkeys(("any", "all", "cumsum", "max", "min", "var", "std", "softmax"), (1, None)),
         **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm"), (2, None)),
         **{"log_softmax": (1, None), "sort": (1, -1), "topk": (2, -1), "normalize": (2, 1)},
     }
@@ -105,10 +105,11 @@ def total(
     over = reduced_dims(args, kwargs, rows.dim())
     kept = rows.masked_fill(~_beside(counts, rows, dim), 0)
     keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
-    found = kept.sum(over, keepdim, dtype=kwargs.get("dtype"))
     if name == "sum":
-        return found
-    return found / (counts.sum() * prod(rows.shape[d] for d in over if d != dim))
+        return kept.sum(over, keepdim, dtype=kwargs.get("dtype"))
+    found = kept.sum(over, keepdim, dtype=torch.promote_types(rows.dtype, torch.float32))
+    found = found / (counts.sum() * prod(rows.shape[d] for d in over if d != dim))
+    return found.to(kwargs.get("dtype") or rows.dtype)
 
 
 def loss(
