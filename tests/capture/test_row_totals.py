@@ -187,6 +187,9 @@ REFUSED: Mapping[str, Fn] = MappingProxyType(
         ).sum(),
         "rows beside rows": lambda net, h, y, labels, mask: F.mse_loss(h[mask][:, :1], y[mask][:, 0]),
         "turned round": lambda net, h, y, labels, mask: (h[mask].flip(1, 0) * y[mask]).sum(),
+        "a mask that broadcasts": lambda net, h, y, labels, mask: torch.masked_select(
+            h @ h.mT, mask[:, None]
+        ).sum(),
         "attention": lambda net, h, y, labels, mask: F.scaled_dot_product_attention(
             h[mask].unsqueeze(0).unsqueeze(0), h.unsqueeze(0), h.unsqueeze(0)
         ).sum(),

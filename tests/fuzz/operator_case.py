@@ -46,13 +46,15 @@ def operators() -> tuple[Any, ...]:
 
 
 class Applied(nn.Module):
-    """A function of its first argument times a parameter, and one number of all that it gives."""
+    """A function of its first argument times a parameter like it, and one number of all that it gives."""
 
-    def __init__(self, function: Any, arguments: Any, width: int) -> None:
+    def __init__(self, function: Any, arguments: Any, shape: torch.Size) -> None:
         super().__init__()
         self.function = function
         self.leaves, self.spec = pytree.tree_flatten(arguments)
-        self.scale = nn.Parameter(torch.linspace(0.8, 1.3, width, dtype=torch.float64))
+        # unlike, as many functions do not change with the scale of all
+        scale = torch.linspace(0.8, 1.3, shape.numel(), dtype=torch.float64)
+        self.scale = nn.Parameter(scale.reshape(shape))
 
     def forward(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         given = iter(tensors)
@@ -112,7 +114,7 @@ class OperatorCase:
                 return Outcome("dropped", detail="no such sample")
             x, rest = sample
             given = (x, *(t.detach() for t in pytree.tree_leaves(rest) if isinstance(t, torch.Tensor)))
-            make = functools.partial(Applied, operators()[self.operator].op, rest, x.shape[-1])
+            make = functools.partial(Applied, operators()[self.operator].op, rest, x.shape)
             make()(*(t.clone() for t in given)).backward()
         except Exception as error:  # nothing that eager PyTorch computes
             return Outcome("dropped", detail=f"{type(error).__name__}: {error}")

@@ -144,7 +144,7 @@ class ChosenRows(TorchFunctionMode):
             out = self._on_rows(func, name, args, kwargs, rows)
         elif _finds_places(name, args, kwargs):
             out = self._places(func, name, args, kwargs)
-        elif self._turn is None and name in ("__getitem__", "masked_select") and _by_mask(args, kwargs):
+        elif self._turn is None and name in ("__getitem__", "masked_select") and _by_mask(name, args, kwargs):
             out = self._masked(func, args)
         elif self._slots and name in _CLASSIFIED:
             out = self._classified(func, name, args, kwargs)
@@ -557,15 +557,19 @@ def _alike(one: Selection | SlotSelection, other: Selection | SlotSelection) -> 
     return one is other or same
 
 
-def _by_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the first index is a mask of the first dims, beside others that leave the rows to it."""
+def _by_mask(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the first index is a mask of the first dims, beside others that leave the rows to it.
+
+    The mask of ``masked_select`` is one of all elements, or broadcasts.
+    """
     if kwargs or len(args) != 2 or not isinstance(args[0], torch.Tensor):
         return False
     mask, *rest = places(args[1])
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() == 0:
         return False
     plain = all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in rest)
-    return plain and args[0].shape[: mask.dim()] == mask.shape
+    dims = args[0].dim() if name == "masked_select" else mask.dim()
+    return plain and args[0].shape[:dims] == mask.shape
 
 
 def _finds_places(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
