@@ -65,7 +65,9 @@ class Applied(nn.Module):
         for each in pytree.tree_leaves(out):
             if isinstance(each, torch.Tensor):
                 real = torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
-                loss = loss + (real.square().sum() if real.is_floating_point() else real.double().sum())
+                numbers = real if real.is_floating_point() else real.double()
+                weights = torch.linspace(0.5, 1.5, numbers.numel(), dtype=numbers.dtype).view(numbers.shape)
+                loss = loss + (numbers * numbers * weights).sum() + numbers.sum()
         return loss
 
 
