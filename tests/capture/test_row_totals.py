@@ -190,6 +190,7 @@ REFUSED: Mapping[str, Fn] = MappingProxyType(
         "a mask that broadcasts": lambda net, h, y, labels, mask: torch.masked_select(
             h @ h.mT, mask[:, None]
         ).sum(),
+        "places of a matrix": lambda net, h, y, labels, mask: h.sum() * mask.nonzero(as_tuple=False).sum(),
         "attention": lambda net, h, y, labels, mask: F.scaled_dot_product_attention(
             h[mask].unsqueeze(0).unsqueeze(0), h.unsqueeze(0), h.unsqueeze(0)
         ).sum(),

@@ -192,7 +192,8 @@ class ChosenRows(TorchFunctionMode):
             return func(*args, **kwargs)
         except DynamicOutputShapeException:
             mask = args[0]
-            if mask.dim() == 0 or mask.numel() < 2 or (name == "nonzero" and mask.dim() != 1 and not kwargs):
+            one = name == "where" or kwargs.get("as_tuple")
+            if mask.dim() == 0 or mask.numel() < 2 or (mask.dim() != 1 and not one):
                 raise
         counts = self._masks.counts(mask)
         if self._turn is not None:
