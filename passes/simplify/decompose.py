@@ -81,7 +81,7 @@ def _mean(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
         count = source.numel
         summed = _like(node, "aten.sum.default", (node.args[0],), total, out, kwargs)
     else:
-        count = prod(source.shape[d] for d in dims)
+        count = prod(source.shape[d] for d in dims) if source.shape else 1
         keep = bool(node.arg(2, "keepdim", False))
         summed = _like(node, "aten.sum.dim_IntList", (node.args[0], dims, keep), total, out, kwargs)
     return [summed, replace(node, op="aten.div.Tensor", args=(Ref(total), count), kwargs=())]

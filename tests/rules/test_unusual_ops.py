@@ -110,6 +110,7 @@ MODELS: Mapping[str, Fn] = MappingProxyType(
         "assigned columns": assigned(lambda y: (slice(None), ROWS), 0.5),
         "assigned last": assigned(lambda y: (..., ROWS), 0.5),
         "added rows": put(lambda y: ROWS, lambda y: y[:2] * 2, added=True),
+        "mean of a number": lambda net, y: y.square().mean().mean(0),
         "no rows": lambda net, y: torch.cat((y, y.repeat(1, 0, 1)), 1),
         "bilinear": lambda net, y: F.bilinear(y[..., :4], y[..., 4:8], net.layer.weight.view(16, 4, 4)),
         "bags of rows": lambda net, y: F.embedding_bag(BAGS, net.layer.weight) + y[:, 0],
