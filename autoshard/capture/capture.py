@@ -31,7 +31,7 @@ from autoshard.capture.python_state.changes import Changes, refuse_counting
 from autoshard.capture.python_state.code_reads import CodeReads
 from autoshard.capture.python_state.outer_hooks import outer_hooks_apart
 from autoshard.capture.repeats import NotApart, NotRepeated, Repeats, find_groups
-from autoshard.capture.trace import NeedsValuesError, trace
+from autoshard.capture.trace import DynamicShapeError, NeedsValuesError, trace
 from autoshard.capture.traced_function import Differentiate, Function
 from autoshard.errors import CaptureError
 from autoshard.ir import Joint, Port, refs_of
@@ -115,6 +115,8 @@ class _Task:
         except NeedsValuesError:
             raise
         except CaptureError as error:
+            if isinstance(asked, DynamicShapeError):
+                raise  # rows that a mask chooses were followed: this is another matter
             # of two ways through the model the first one says what is the matter
             raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
 

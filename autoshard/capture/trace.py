@@ -93,6 +93,10 @@ class NeedsValuesError(CaptureError):
     """Python code of the model asks for values of tensors, or shapes depend on them."""
 
 
+class DynamicShapeError(NeedsValuesError):
+    """The shape of a tensor depends on values."""
+
+
 def _explained(error: Exception) -> CaptureError:
     """What went wrong, at which line of the model, and the usual way out."""
     line, text = user_line(error.__traceback__, call_model.__code__)
@@ -109,7 +113,7 @@ def _explained(error: Exception) -> CaptureError:
     if isinstance(error, RowsReturnedError):
         where = error.where
     if isinstance(error, (*tracing.DYNAMIC_SHAPE, RowsReturnedError)):
-        return NeedsValuesError(
+        return DynamicShapeError(
             "the shape of a tensor depends on values",
             where=where,
             why="all shapes in a program are fixed (those of unique or of repeats given by a tensor are not; "

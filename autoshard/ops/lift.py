@@ -109,7 +109,8 @@ class Lifter:
 
     def _drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         site, self.sites = self.sites, self.sites + 1
-        shape = list(x.shape)
+        with torch._C.DisableTorchFunction():  # of rows that a mask chose: all of them
+            shape = list(x.shape)
         dropped = torch.ops.autoshard.dropout(x, p, self.seed, site, [0] * len(shape), shape)
         return cast(torch.Tensor, dropped)
 

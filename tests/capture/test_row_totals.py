@@ -148,6 +148,15 @@ def test_microbatches_divide_by_the_rows_of_all(name: str) -> None:
     assert report.ok, report.worst()
 
 
+def test_dropout_of_rows() -> None:
+    """Masks are of all rows: those of one rank and of many are the same."""
+    model = Net(lambda net, h, y, labels, mask: net.drop(h[mask]).square().mean())
+    plans = [autoshard.plan(model, mesh, example_inputs=batch(0)) for mesh in ("dp=1", "dp=2,tp=2")]
+    one, program = (autoshard.compile(model, plan).program for plan in plans)
+    report = verify(program, model, batch(1), {}, steps=1, one_rank=one)
+    assert report.ok, report.worst()
+
+
 def two_masks(net: Net, h: T, y: T, labels: T, mask: T) -> T:
     return F.mse_loss(h[mask], y[~mask])
 
@@ -198,7 +207,6 @@ REFUSED: Mapping[str, Fn] = MappingProxyType(
             net.head(h)[mask], labels[mask], weight=torch.ones(CLASSES)
         ),
         "as a number": lambda net, h, y, labels, mask: h.sum() * float(h[mask].shape[0]),
-        "dropped": lambda net, h, y, labels, mask: net.drop(h[mask]).sum(),
         "at least one": lambda net, h, y, labels, mask: h[mask].sum() / max(1, h[mask].shape[0]),
     }
 )

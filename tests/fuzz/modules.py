@@ -76,6 +76,8 @@ LOSSES = (
     "F.cross_entropy(logits.mT, c, weight=torch.arange(1, D + 1, dtype=DT))",
     'F.cross_entropy(logits.mT, c, reduction="none")[c >= 0].mean()',
     'F.cross_entropy(logits.mT, c, reduction="none").sum() / (c >= 0).sum()',
+    "F.cross_entropy(logits[c >= 0], c[c >= 0])",
+    "F.mse_loss(logits[c > 2], y[c > 2])",
     "F.cross_entropy(logits.mT, c, label_smoothing=0.1)",
     "F.nll_loss(logits.log_softmax(-1).flatten(0, 1), c.flatten())",
     'F.kl_div(logits.log_softmax(-1), y.softmax(-1), reduction="batchmean")',

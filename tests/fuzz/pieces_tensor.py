@@ -103,6 +103,21 @@ TENSORS = pieces(
     Piece("add_", "h = h.clone()\nh.add_(1.0).mul_(1.5)"),
     Piece("add_ on input", "h.add_(1.0)"),
     Piece("masked assignment", "h = h.clone()\nh[h > 0.5] = 0.25"),
+    Piece(
+        "mean of chosen rows", "chosen = h[..., 0] > 0\nh = h + h[chosen].mean(0) + h[~chosen].square().sum()"
+    ),
+    Piece("loss of chosen rows", "h = h + F.smooth_l1_loss(h[h > 0], torch.tanh(h)[h > 0], beta=0.5)"),
+    Piece(
+        "chosen rows put back",
+        "chosen = h[..., 0] > 0\nh = h.clone()\nh[chosen] = self.repair$(h[chosen]) + h[chosen]",
+        "self.repair$ = nn.Linear(D, D)",
+    ),
+    Piece("chosen rows by places", "h = h + h[torch.where(h[..., 0] > 0)].softmax(-1).sum(0, keepdim=True)"),
+    Piece(
+        "bags",
+        "h = h + self.bag$((h.detach()[..., 0] > 0).long())[:, None]",
+        'self.bag$ = nn.EmbeddingBag(3, D, mode="sum")',
+    ),
     Piece("row assignment", "h = h * 1.0\nh[:, 0] = h[:, 1] * 2.0"),
     Piece(
         "index_put_",

@@ -288,7 +288,7 @@ class ChosenRows(TorchFunctionMode):
         dims = self._dims(name, args, kwargs, rows)
         if dims is None:
             raise refusal
-        out = func(*args, **kwargs)
+        out = self._run(func, *args) if name == "dropout" and not kwargs else func(*args, **kwargs)
         for t in out if isinstance(out, (tuple, list)) else [out]:
             if not isinstance(t, torch.Tensor) or t.shape[dims + t.dim()] != selection.rows:
                 raise refusal
