@@ -4,7 +4,7 @@ What AOTAutograd's joint export does, for the kind of function that a capture tr
 distinct plain tensors and its outputs are fresh ones, so that nothing has to be known of it before the run
 and one run is enough (AOTAutograd makes two, and pulls in the whole compiler). Autograd records above
 functionalisation, which in turn is above the recording of nodes; ops are taken apart where autograd takes
-them apart, and nowhere else.
+them apart, and those few that no rule has (`_TAKEN_APART`).
 
 Leans on private interfaces: the proxy mode and tracer of ``torch.fx.experimental.proxy_tensor``,
 ``torch._subclasses.functional_tensor``, ``torch.fx.traceback``, ``torch._dispatch.python``, the
@@ -101,7 +101,8 @@ def trace_once(
         stack.enter_context(proxies)
         stack.enter_context(proxy_tensor.disable_autocast_cache())
         stack.enter_context(proxy_tensor._set_make_fx_tracer(maker))
-        stack.enter_context(proxy_tensor.decompose({op: decomposition_table[op] for op in _TAKEN_APART}))
+        known = {op: decomposition_table[op] for op in _TAKEN_APART if op in decomposition_table}
+        stack.enter_context(proxy_tensor.decompose(known))
         for position, arg in enumerate(args):
             _placeholder(tracer, f"primals_{position + 1}", arg)
         stack.enter_context(

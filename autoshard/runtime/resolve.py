@@ -25,6 +25,9 @@ DENSE = frozenset(
         "_weight_norm_interface",
         "_weight_norm_interface_backward",
         "nll_loss2d_backward",
+        "adaptive_max_pool3d_backward",
+        "_pdist_forward",
+        "_pdist_backward",
         "view_as_complex",
         # factors of a transposed matrix are others, and backward wants those that the capture saw
         "_linalg_det",

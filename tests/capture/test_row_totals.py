@@ -113,6 +113,12 @@ TOTALS: Mapping[str, Fn] = MappingProxyType(
         "accuracy": lambda net, h, y, labels, mask: (
             h.mean() + (net.head(h)[mask].argmax(-1) == labels[mask]).float().mean()
         ),
+        "advantages": lambda net, h, y, labels, mask: (
+            (h[..., 0] - h[..., 0][mask].mean()) / (h[..., 0][mask].std() + 1e-4) * y[..., 0]
+        ).sum(),
+        "variances": lambda net, h, y, labels, mask: (
+            h[mask].var(dim=0, unbiased=False).sum() + h[mask].std(-1).mean() + h[mask].var(correction=0)
+        ),
         "labels": lambda net, h, y, labels, mask: h.mean() * labels.masked_select(mask).float().mean(),
         "scattered": scattered,
         "replaced": replaced,
@@ -189,7 +195,7 @@ REFUSED: Mapping[str, Fn] = MappingProxyType(
         "some": lambda net, h, y, labels, mask: h[mask][:2].sum(),
         "rows of rows": lambda net, h, y, labels, mask: h[mask][labels[mask] > 1].sum(),
         "the greatest": lambda net, h, y, labels, mask: h[mask].max(),
-        "a spread": lambda net, h, y, labels, mask: h[mask].std(),
+        "a spread of some kind": lambda net, h, y, labels, mask: h[mask].std(0, False, True).sum(),
         "beside others": lambda net, h, y, labels, mask: (h[mask] + y.view(-1, WIDTH)).sum(),
         "normed over rows": lambda net, h, y, labels, mask: F.batch_norm(
             h[mask], None, None, training=True

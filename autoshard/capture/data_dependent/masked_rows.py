@@ -331,8 +331,9 @@ class ChosenRows(TorchFunctionMode):
             return tuple(self._tag(t, selection, 0) for t in self._run(func, *args))
         if not own or "out" in kwargs:
             return None
-        if name in ("sum", "mean") and 0 in row_totals.reduced_dims(args, kwargs, first.tensor.dim()):
-            return self._run(row_totals.total, name, args, kwargs, counts, 0)
+        if name in ("sum", "mean", "var", "std") and row_totals.is_over_rows(args, kwargs):
+            over_rows = row_totals.total if name in ("sum", "mean") else row_totals.spread
+            return self._run(over_rows, name, args, kwargs, counts, 0)
         if not row_totals.row_by_row(name, args, kwargs, len(others)):
             return None
         out = func(*args, **kwargs)

@@ -56,6 +56,12 @@ def reduced_dims(args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> t
     return tuple(sorted(d % rank for d in (given if isinstance(given, tuple | list) else (given,))))
 
 
+def is_over_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a reduction is over the rows at dim 0 of its first argument, perhaps among others."""
+    plain = [a for a in args if not isinstance(a, bool)]
+    return 0 in reduced_dims(plain, kwargs, args[0].dim())
+
+
 def row_by_row(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], others: int) -> bool:
     """Whether a function of the rows at dim 0 of its first argument makes one of each that it is given.
 
@@ -110,6 +116,28 @@ def total(
     found = kept.sum(over, keepdim, dtype=torch.promote_types(rows.dtype, torch.float32))
     found = found / (counts.sum() * prod(rows.shape[d] for d in over if d != dim))
     return found.to(kwargs.get("dtype") or rows.dtype)
+
+
+def spread(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], counts: torch.Tensor, dim: int
+) -> torch.Tensor | None:
+    """``var`` or ``std`` over the rows, as `total`; None if it is asked in a way that is not known."""
+    rows: torch.Tensor = args[0]
+    unbiased = kwargs.get("unbiased", args[1] if len(args) > 1 and isinstance(args[1], bool) else True)
+    correction = kwargs.get("correction", int(unbiased))
+    known = set(kwargs) <= {"dim", "keepdim", "unbiased", "correction"} and len(args) <= 2
+    if not known or not rows.is_floating_point() or not isinstance(correction, int):
+        return None
+    over = reduced_dims([a for a in args if not isinstance(a, bool)], kwargs, rows.dim())
+    flags, number = _beside(counts, rows, dim), counts.sum() * prod(rows.shape[d] for d in over if d != dim)
+    mean = rows.masked_fill(~flags, 0).sum(over, True) / number
+    apart = (rows - mean).masked_fill(~flags, 0).square().sum(over, bool(kwargs.get("keepdim")))
+    found = apart / (number - correction).clamp(min=0)
+    if name == "var":
+        return found
+    # the gradient of the root of 0 is 0, as torch has it
+    same = found == 0
+    return found.masked_fill(same, 1.0).sqrt().masked_fill(same, 0.0)
 
 
 def loss(
