@@ -706,8 +706,12 @@ def _elementwise_losses(m: Make) -> Iterator[OpSample]:
 
 def _margins(m: Make, reduction: int) -> Iterator[OpSample]:
     """Losses that compare the classes of a row, of some rows and of one."""
-    for scores, target in ((m.real(5, 6), m.ints(6, 5)), (m.real(6), m.ints(6))):
-        grad = m.real(5) if reduction == 0 and scores.dim() == 2 else m.real()
+    for scores, target in (
+        (m.real(5, 6), m.ints(6, 5)),
+        (m.real(6, 6), m.ints(6, 6)),
+        (m.real(6), m.ints(6)),
+    ):
+        grad = m.real(len(scores)) if reduction == 0 and scores.dim() == 2 else m.real()
         for weight in (None, m.unit(6)):
             args = (scores, target, 1, 1.0, weight, reduction)
             yield OpSample("aten.multi_margin_loss.default", args)

@@ -320,6 +320,11 @@ def of_tensors(node: Node, laid: Mapping[int, Dims]) -> tuple[Dims, ...]:
     return tuple(laid[k] for k in sorted(laid) if k in given and isinstance(node.args[k], Ref))
 
 
+def opaque_rule(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """The rule of ops that are always such calls."""
+    return opaque(ins, node.types)
+
+
 def opaque(ins: Sequence[TensorType], outs: Sequence[TensorType | None]) -> Factored:
     """A call that must see whole tensors: replicated on every axis."""
     build = Builder()

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from autoshard.ir import Node, TensorType
 from autoshard.ir.collectives import EXPERT_EXCHANGES
 from autoshard.ir.placement import R, Shard
-from autoshard.rules.core import Builder, Dim, Dims, Factored, Localizer, RuleFn, einsum, opaque
+from autoshard.rules.core import Builder, Dim, Dims, Factored, Localizer, RuleFn, einsum, opaque, opaque_rule
 from autoshard.rules.local import LocalCall, symbolic_extent, symbolic_offset
 from autoshard.rules.matmul import aligned_grouped_mm, grouped_mm
 
@@ -234,10 +234,6 @@ def put_columns(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(tuple(build.sizes), (given,), (dims,), frozenset((*dims[-1], *given[-1])), linear=((0,),))
 
 
-def _opaque(node: Node, ins: Sequence[TensorType]) -> Factored:
-    return opaque(ins, node.types)
-
-
 def histc(node: Node, ins: Sequence[TensorType]) -> Factored:
     """How many elements fall into each of ``bins`` equal ranges -> [bins]: counts of parts add up.
 
@@ -284,7 +280,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "transformers.grouped_mm_fallback.default": grouped_mm,
         "transformers.grouped_mm_fallback_backward.default": _grouped_mm_backward,
         "aten._grouped_mm.default": aligned_grouped_mm,
-        "aten.bincount.default": _opaque,
+        "aten.bincount.default": opaque_rule,
         "aten.histc.default": histc,
     }
 )

@@ -228,14 +228,8 @@ def masked_scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def bucketize(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """The place of every element of the first input among sorted boundaries [n]."""
-    build = Builder()
-    dims, bounds = build.dims(ins[0].shape), build.dims(ins[1].shape)
-    return Factored(tuple(build.sizes), (dims, bounds), (dims,), frozenset(f for d in bounds for f in d))
-
-
-def isin(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """Whether elements are among others, which stay whole."""
+    """Each element of the first input beside all others: its place among sorted boundaries, or whether it is
+    one of them."""
     build = Builder()
     dims, others = build.dims(ins[0].shape), build.dims(ins[1].shape)
     return Factored(tuple(build.sizes), (dims, others), (dims,), frozenset(f for d in others for f in d))
@@ -269,7 +263,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.index_fill.int_Tensor": index_fill,
         "aten.masked_scatter.default": masked_scatter,
         "aten.masked_scatter_backward.default": masked_scatter,
-        "aten.isin.Tensor_Tensor": isin,
+        "aten.isin.Tensor_Tensor": bucketize,
         "aten.searchsorted.Tensor": searchsorted,
         "aten.bucketize.Tensor": bucketize,
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from autoshard.ir import Node, TensorType
 from autoshard.rules.core import (
@@ -120,36 +119,28 @@ def _elementwise_backward(position: int) -> RuleFn:
     return rule
 
 
-def _margins(position: int) -> RuleFn:
-    """Rule of a loss that compares the classes of each row, [n, c] or [c]; position: see `_elementwise`."""
+def _margins(scores_at: int, reduction_at: int, beside: Sequence[int] = (), weight_at: int = -1) -> RuleFn:
+    """Rule of a loss that compares the classes of each row, [n, c] or [c].
+
+    By position of the argument: scores, how losses are reduced, what has the shape of the scores, weights of
+    classes. What comes before the scores is the gradient of the loss; a target is one of each row otherwise.
+    """
+    backward, target_at = scores_at > 0, scores_at + 1
 
     def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
-        reduction = node.arg(position, "reduction", MEAN)
-        sizes, inputs, scores = _rows_of_classes(ins[0], ins)
-        outputs = (scores[:-1] if reduction == NONE else (), scores)[: len(node.types)]
-        fixed = frozenset(scores[-1] if reduction != MEAN else range(len(sizes)))
-        reduce = () if reduction == NONE else tuple((f, "sum") for d in scores[:-1] for f in d)
-        return Factored(sizes, inputs, outputs, fixed, reduce)
+        reduction = node.arg(reduction_at, "reduction", MEAN)
+        scores = Builder().dims(ins[scores_at].shape)
+        sizes, rows, classes = _sizes(ins[scores_at].shape), scores[:-1], scores[-1]
+        losses = rows if reduction == NONE else ()
+        known = {target_at: rows, **dict.fromkeys((scores_at, *beside), scores), weight_at: (classes,)}
+        inputs = of_tensors(node, {0: losses, **known} if backward else known)
+        fixed = frozenset(range(len(sizes)) if reduction == MEAN else classes)
+        if backward:
+            return Factored(sizes, inputs, (scores,), fixed, linear=((0,),))
+        reduce = () if reduction == NONE else tuple((f, "sum") for d in rows for f in d)
+        return Factored(sizes, inputs, (losses, scores)[: len(node.types)], fixed, reduce)
 
     return rule
-
-
-def _margins_backward(position: int) -> RuleFn:
-    def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
-        sizes, inputs, scores = _rows_of_classes(ins[1], ins)
-        whole = node.arg(position, "reduction", MEAN) == MEAN
-        fixed = frozenset(range(len(sizes)) if whole else scores[-1])
-        return Factored(sizes, inputs, (scores,), fixed, linear=((0,),))
-
-    return rule
-
-
-def _rows_of_classes(scores: TensorType, ins: Sequence[TensorType]) -> tuple[tuple[int, ...], Any, Dims]:
-    """(sizes of factors, dims of tensors like scores, of one number a row or of one a class, of scores)."""
-    build = Builder()
-    laid = build.dims(scores.shape)
-    by_shape = {(): (), scores.shape[-1:]: laid[-1:], scores.shape[:-1]: laid[:-1], scores.shape: laid}
-    return tuple(build.sizes), tuple(by_shape[x.shape] for x in ins), laid
 
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(
@@ -162,10 +153,10 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.nll_loss_backward.default": nll_backward,
         "aten.nll_loss2d_forward.default": nll,
         "aten.nll_loss2d_backward.default": nll_backward,
-        "aten.multi_margin_loss.default": _margins(5),
-        "aten.multi_margin_loss_backward.default": _margins_backward(6),
-        "aten.multilabel_margin_loss_forward.default": _margins(2),
-        "aten.multilabel_margin_loss_backward.default": _margins_backward(3),
+        "aten.multi_margin_loss.default": _margins(0, 5, weight_at=4),
+        "aten.multi_margin_loss_backward.default": _margins(1, 6, weight_at=5),
+        "aten.multilabel_margin_loss_forward.default": _margins(0, 2, beside=(1,)),
+        "aten.multilabel_margin_loss_backward.default": _margins(1, 3, beside=(2, 4)),
         "aten.soft_margin_loss.default": _elementwise(2),
         "aten.soft_margin_loss_backward.default": _elementwise_backward(3),
         "aten.mse_loss.default": _elementwise(2),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
-from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, einsum, opaque
+from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, einsum, opaque_rule
 from autoshard.rules.local import shape_arg
 
 
@@ -122,10 +122,6 @@ def cdist_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     )
 
 
-def _opaque(node: Node, ins: Sequence[TensorType]) -> Factored:
-    return opaque(ins, node.types)
-
-
 def _upsampling() -> dict[str, RuleFn]:
     rules: dict[str, RuleFn] = {}
     for kind, dims in (
@@ -190,7 +186,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.linalg_solve_triangular.default": solve_triangular,
         "aten._cdist_forward.default": cdist,
         "aten._cdist_backward.default": cdist_backward,
-        "aten._pdist_forward.default": _opaque,
-        "aten._pdist_backward.default": _opaque,
+        "aten._pdist_forward.default": opaque_rule,
+        "aten._pdist_backward.default": opaque_rule,
     }
 )

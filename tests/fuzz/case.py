@@ -137,14 +137,18 @@ class Case:
 
     def program(self, analysis: Analysis) -> Program:
         """The program of the case's plan."""
-        rng = random.Random(f"plan/{self.plan_seed}")
-        planned = random_plan(analysis, Mesh.parse(self.mesh), load_cluster("cpu-gloo"), rng)
-        return compile_analysed(planned)
+        return randomly_planned(analysis, self.mesh, f"plan/{self.plan_seed}")
 
 
 @lru_cache(maxsize=2)
 def _recipe(seed: int) -> Recipe:
     return recipe(seed)
+
+
+def randomly_planned(analysis: Analysis, mesh: str, seed: int | str) -> Program:
+    """The program of a random plan for CPUs."""
+    cluster = load_cluster("cpu-gloo")
+    return compile_analysed(random_plan(analysis, Mesh.parse(mesh), cluster, random.Random(seed)))
 
 
 def one_rank_of(analysis: Analysis, program: Program) -> Program | None:

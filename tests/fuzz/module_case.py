@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
-from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import AutoshardError
 from autoshard.planner.analysis import analyse
 from autoshard.solver.network import NoFiniteAssignment
 from autoshard.verify.lockstep import verify
-from fuzz.case import MESHES, Outcome, one_rank_of
+from fuzz.case import MESHES, Outcome, one_rank_of, randomly_planned
 from fuzz.modules import FORMS, Model, drawn, smaller, systematic
-from fuzz.plans import random_plan
 from fuzz.world import Wrong, compare, state_of, world
 
 
@@ -90,9 +87,8 @@ class ModuleCase:
             joint = capture(model, (), here.batch(0))
         finally:
             compare(state_of(here, model, hooks=True), before, 0.0, "changed by capture")
-        analysis, cluster = analyse(joint), load_cluster("cpu-gloo")
-        planned = random_plan(analysis, Mesh.parse(self.mesh), cluster, random.Random(self.plan_seed))
-        program = compile_analysed(planned)
+        analysis = analyse(joint)
+        program = randomly_planned(analysis, self.mesh, self.plan_seed)
         one = one_rank_of(analysis, program)
         fresh = world(self.model.source())
         made = fresh.make()

@@ -14,18 +14,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
-from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import AutoshardError
 from autoshard.planner.analysis import analyse
 from autoshard.verify.lockstep import verify
-from fuzz.case import Outcome, one_rank_of
-from fuzz.plans import random_plan
+from fuzz.case import TOLERANCE, Outcome, one_rank_of, randomly_planned
 
 MESHES = ("x=2", "x=3", "x=2,y=2")
-#: samples of a function that are taken, and the error that is rounding
-_SAMPLES, _WITHIN = 6, 1e-7
+#: samples of a function that are taken
+_SAMPLES = 6
 
 
 @functools.cache
@@ -122,16 +119,13 @@ class OperatorCase:
             return Outcome("dropped", detail=f"{type(error).__name__}: {error}")
         try:
             analysis = analyse(capture(make(), given, {}))
-            planned = random_plan(
-                analysis, Mesh.parse(self.mesh), load_cluster("cpu-gloo"), random.Random(self.plan_seed)
-            )
-            program = compile_analysed(planned)
+            program = randomly_planned(analysis, self.mesh, self.plan_seed)
             found = verify(program, make(), given, {}, steps=0, one_rank=one_rank_of(analysis, program))
         except AutoshardError as error:
             return Outcome("refused", type(error).__name__, f"{self.name}: {error}")
         except Exception as error:
             return Outcome("failed", type(error).__name__, f"{self.name}: {type(error).__name__}: {error}")
-        wrong = [f"{c.kind} {c.name} off by {c.error:.2g}" for c in found.checks if not c.error <= _WITHIN]
+        wrong = [f"{c.kind} {c.name} off by {c.error:.2g}" for c in found.checks if not c.error <= TOLERANCE]
         if wrong:
             return Outcome("failed", "numbers", f"{self.name}: {'; '.join(wrong[:3])}")
         return Outcome("equal", error=max((c.error for c in found.checks), default=0.0))

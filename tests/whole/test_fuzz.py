@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fuzz import damage, module_case
-from fuzz.case import PLANS, Case, analysed, one_rank_of
+from fuzz.case import PLANS, Case, analysed, one_rank_of, randomly_planned
 from fuzz.draw import recipe
 from fuzz.faults import FAULTS
 from fuzz.module_case import ModuleCase
@@ -25,7 +25,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.ir import Call
 from autoshard.ir.placement import Shard
-from autoshard.planner.analysis import analyse
+from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Cut, Pipeline
@@ -118,8 +118,8 @@ def test_what_is_wrong_with_scripts_is_found() -> None:
 def test_what_is_wrong_with_modules_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with one op changed for another."""
 
-    def wrong(planned: Planned) -> Program:
-        program = compile_analysed(planned)
+    def wrong(analysis: Analysis, mesh: str, seed: int | str) -> Program:
+        program = randomly_planned(analysis, mesh, seed)
         segments = program.lowered.segments
         for name, segment in segments.items():
             nodes = [replace(n, op=n.op.replace("tanh.", "sin.")) for n in segment.graph.nodes]
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_modules_is_found_and_made_smaller(monkeypatch: pytes
             segments = {**segments, name: replace(segment, graph=graph)}
         return replace(program, lowered=replace(program.lowered, segments=segments))
 
-    monkeypatch.setattr(module_case, "compile_analysed", wrong)
+    monkeypatch.setattr(module_case, "randomly_planned", wrong)
     case = ModuleCase(Model(("linear", "float"), ("conv",), 3, "tuple", LOSSES[1]), "dp=2,tp=2", 0)
     small, outcome = shrunk_text(case, case.run(), ModuleCase.run, seconds=60)
     assert (outcome.kind, outcome.failure) == ("failed", "numbers")

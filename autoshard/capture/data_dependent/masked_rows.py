@@ -18,7 +18,7 @@ with torch 2.13.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +116,7 @@ class ChosenRows(TorchFunctionMode):
         self._number = 0
         self._rows: dict[int, _Rows] = {}
         self._masks = EqualMasks()
-        #: by what counts: where rows were chosen
+        #: by selection: the statement of the model that chose the rows
         self._where: dict[int, str] = {}
         self._loops = Loops()
         # of the turn of a loop that is going on
@@ -140,6 +140,7 @@ class ChosenRows(TorchFunctionMode):
         if any(id(t) in self._gone for t in given):
             raise _refused(func)
         rows = [self._rows[id(t)] for t in given if id(t) in self._rows]
+        changed = changed_by(name, args, kwargs)
         if rows:
             out = self._on_rows(func, name, args, kwargs, rows)
         elif _finds_places(name, args, kwargs):
@@ -149,11 +150,10 @@ class ChosenRows(TorchFunctionMode):
         elif self._slots and name in _CLASSIFIED:
             out = self._classified(func, name, args, kwargs)
         else:
-            changed = changed_by(name, args, kwargs)
             if self._turn is not None and any(id(t) not in self._fresh for t in changed):
                 raise _refused(func)
             out = self._called(func, args, kwargs)
-        for t in changed_by(name, args, kwargs):
+        for t in changed:
             self._masks.changed(t)
         if name in DERIVED:
             self._masks.note(name, args, kwargs, out)
@@ -198,11 +198,11 @@ class ChosenRows(TorchFunctionMode):
         counts = self._masks.counts(mask)
         if self._turn is not None:
             counts = counts & self._turn
-        self._where[id(counts)] = user_statement_of(sys._getframe(1))
         experts = self._experts(mask)
         selection: Selection | SlotSelection = Selection(tuple(mask.shape), counts)
         if experts:
             selection = SlotSelection(counts.reshape(mask.shape), experts)
+        self._note_where(selection)
         found = tuple(self._tag(selection.index(axis), selection, 0, axis) for axis in range(mask.dim()))
         if name == "where" or kwargs.get("as_tuple"):
             return found
@@ -218,9 +218,12 @@ class ChosenRows(TorchFunctionMode):
                 raise
         counts = self._masks.counts(mask)
         selection = Selection(tuple(mask.shape), counts)
-        self._where[id(counts)] = user_statement_of(sys._getframe(1))
+        self._note_where(selection)
         out = self._run(row_totals.chosen, x, counts, mask.dim())
         return self._tag(out[(slice(None), *rest)] if rest else out, selection, 0)
+
+    def _note_where(self, selection: Selection | SlotSelection) -> None:
+        self._where[id(selection)] = user_statement_of(sys._getframe(1))
 
     def _experts(self, mask: torch.Tensor) -> int:
         """Of how many experts a mask says which tokens chose one; 0 if that is not known."""
@@ -308,8 +311,7 @@ class ChosenRows(TorchFunctionMode):
         """What rows come to, and what is made of each by functions of rows; None for any other function."""
         first, counts = rows[0], selection.counts
         own = bool(args) and args[0] is first.tensor
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        others = [t for t in tensors if id(t) not in self._rows]
+        others = self._others(args, kwargs)
         if self._turn is not None or any(r.dim for r in rows):
             return None
         if name == "masked_scatter":
@@ -318,12 +320,12 @@ class ChosenRows(TorchFunctionMode):
             if value is not first.tensor or self._masks.counts_below(mask) is not counts:
                 return None
             return self._run(row_totals.assigned, x, value, counts, dims)
-        if name in row_totals.ELEMENTWISE or name in row_totals.CLASSWISE:
-            # broadcasting must not put the rows of one beside the rows of another
-            narrow = all(t.dim() < first.tensor.dim() or t.shape[0] == 1 for t in others)
-            level = all(r.tensor.dim() == first.tensor.dim() for r in rows)
-            narrow = narrow and (level or name in row_totals.CLASSWISE)
-            found = self._run(row_totals.loss, func, name, args, kwargs, counts) if own and narrow else None
+        classwise = name in row_totals.CLASSWISE
+        if classwise or name in row_totals.ELEMENTWISE:
+            known = not others if classwise else _broadcasts(rows, others)
+            found = (
+                self._run(row_totals.loss, func, classwise, args, kwargs, counts) if own and known else None
+            )
             if found is None:
                 return None
             return self._tag(found[0], selection, 0) if found[1] else found[0]
@@ -333,7 +335,7 @@ class ChosenRows(TorchFunctionMode):
             return None
         if name in ("sum", "mean", "var", "std") and row_totals.is_over_rows(args, kwargs):
             over_rows = row_totals.total if name in ("sum", "mean") else row_totals.spread
-            return self._run(over_rows, name, args, kwargs, counts, 0)
+            return self._run(over_rows, name, args, kwargs, counts)
         if not row_totals.row_by_row(name, args, kwargs, len(others)):
             return None
         out = func(*args, **kwargs)
@@ -346,8 +348,7 @@ class ChosenRows(TorchFunctionMode):
     def returns(self, output: Any) -> None:
         """What the model returns: rows that a mask chose have a shape that depends on values."""
         for rows in (self._rows[id(t)] for t in pytree.tree_leaves(output) if id(t) in self._rows):
-            chosen = rows.selection
-            raise RowsReturnedError(self._where.get(id(getattr(chosen, "counts", None)), ""))
+            raise RowsReturnedError(self._where[id(rows.selection)])
 
     def _on_slots(
         self,
@@ -389,15 +390,11 @@ class ChosenRows(TorchFunctionMode):
         first = rows[0]
         back = first.dim - first.tensor.dim()
         own = args[0] is first.tensor if args else False
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        others = [t for t in tensors if id(t) not in self._rows]
         compared = name in _COMPARED and isinstance(first.selection, Selection) and self._turn is None
         if name in _POINTWISE or name in _SAME or compared:
             if any(id(t) not in self._fresh for t in changed_by(name, args, kwargs)):
                 return None
-            same = all(r.dim - r.tensor.dim() == back for r in rows)
-            once = all(t.dim() < -back or t.shape[back] == 1 for t in others)
-            return back if same and once and "out" not in kwargs else None
+            return back if _broadcasts(rows, self._others(args, kwargs)) and "out" not in kwargs else None
         if name == "linear" or (name in ("matmul", "mm", "__matmul__") and args[1].dim() == 2):
             return back if own and len(rows) == 1 and back < -1 else None
         if name in ("chunk", "split", "softmax", "log_softmax") and own and len(rows) == 1:
@@ -410,6 +407,11 @@ class ChosenRows(TorchFunctionMode):
             shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
             return back if 0 < len(shape) < -back else None
         return None
+
+    def _others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Tensors among the arguments that are no rows."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        return [t for t in tensors if id(t) not in self._rows]
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a selection makes of rows, by ops of ours."""
@@ -557,6 +559,13 @@ def _alike(one: Selection | SlotSelection, other: Selection | SlotSelection) -> 
     """Whether two choose the same rows."""
     same = isinstance(one, Selection) and isinstance(other, Selection) and one.counts is other.counts
     return one is other or same
+
+
+def _broadcasts(rows: Sequence[_Rows], others: Sequence[torch.Tensor]) -> bool:
+    """Whether broadcasting puts a row beside the same row of all rows, and beside one place of any other."""
+    back = rows[0].dim - rows[0].tensor.dim()
+    same = all(r.dim - r.tensor.dim() == back for r in rows)
+    return same and all(t.dim() < -back or t.shape[back] == 1 for t in others)
 
 
 def _by_mask(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -40,16 +40,20 @@ def chosen(x: torch.Tensor, counts: torch.Tensor, dims: int) -> torch.Tensor:
     """Rows [rows, ...] of all places of the first ``dims`` dims. counts: flat, which of them count."""
     rows = x.reshape(len(counts), *x.shape[dims:])
     harmless = _HARMLESS if x.is_floating_point() or x.is_complex() else 0
-    return rows.masked_fill(~_beside(counts, rows, 0), harmless)
+    return rows.masked_fill(~_beside(counts, rows), harmless)
 
 
-def _beside(counts: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """The flags of rows at ``dim``, to broadcast."""
-    return counts.reshape([len(counts) if d == dim else 1 for d in range(rows.dim())])
+def _beside(counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The flags of rows [rows, ...], to broadcast."""
+    return counts.reshape(-1, *[1] * (rows.dim() - 1))
 
 
 def reduced_dims(args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> tuple[int, ...]:
-    """The dims that a reduction of one tensor is over, ascending; all of them if none is named."""
+    """The dims that a reduction of one tensor is over, ascending; all of them if none is named.
+
+    An argument that is true or false, as that of ``var``, names none.
+    """
+    args = [a for a in args if not isinstance(a, bool)]
     given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
     if given is None or given == () or given == []:
         return tuple(range(rank))
@@ -58,8 +62,7 @@ def reduced_dims(args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> t
 
 def is_over_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a reduction is over the rows at dim 0 of its first argument, perhaps among others."""
-    plain = [a for a in args if not isinstance(a, bool)]
-    return 0 in reduced_dims(plain, kwargs, args[0].dim())
+    return 0 in reduced_dims(args, kwargs, args[0].dim())
 
 
 def row_by_row(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], others: int) -> bool:
@@ -93,46 +96,52 @@ def row_by_row(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], others
 
 
 def total(
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    counts: torch.Tensor,
-    dim: int,
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], counts: torch.Tensor
 ) -> torch.Tensor | None:
-    """``sum`` or ``mean`` over the rows, which are at ``dim`` of the first argument; None if it is neither.
+    """``sum`` or ``mean`` over the rows at dim 0 of the first argument, and over what other dims are named.
 
-    args, kwargs: of the function; over the dims that it names, the rows among them.
+    args, kwargs: of the function. None if it is asked in a way that is not known.
     """
     rows: torch.Tensor = args[0]
-    if name not in ("sum", "mean") or set(kwargs) - {"dim", "axis", "keepdim", "dtype"}:
+    if set(kwargs) - {"dim", "axis", "keepdim", "dtype"}:
         return None
     if name == "mean" and not (rows.is_floating_point() or rows.is_complex()):
         return None
     over = reduced_dims(args, kwargs, rows.dim())
-    kept = rows.masked_fill(~_beside(counts, rows, dim), 0)
     keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
-    if name == "sum":
-        return kept.sum(over, keepdim, dtype=kwargs.get("dtype"))
-    found = kept.sum(over, keepdim, dtype=torch.promote_types(rows.dtype, torch.float32))
-    found = found / (counts.sum() * prod(rows.shape[d] for d in over if d != dim))
-    return found.to(kwargs.get("dtype") or rows.dtype)
+    if name == "mean":
+        return _mean(rows, over, keepdim, counts).to(kwargs.get("dtype") or rows.dtype)
+    return rows.masked_fill(~_beside(counts, rows), 0).sum(over, keepdim, dtype=kwargs.get("dtype"))
+
+
+def _mean(rows: torch.Tensor, over: Sequence[int], keepdim: bool, counts: torch.Tensor) -> torch.Tensor:
+    """In 32 bits at least, as sums of many rows are large."""
+    kept = rows.masked_fill(~_beside(counts, rows), 0)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return kept.sum(tuple(over), keepdim, dtype=wide) / _number(rows, over, counts)
+
+
+def _number(rows: torch.Tensor, over: Sequence[int], counts: torch.Tensor) -> torch.Tensor:
+    """How many elements of rows that count a reduction over dims, 0 among them, takes together."""
+    return counts.sum() * prod(rows.shape[d] for d in over if d)
 
 
 def spread(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], counts: torch.Tensor, dim: int
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], counts: torch.Tensor
 ) -> torch.Tensor | None:
-    """``var`` or ``std`` over the rows, as `total`; None if it is asked in a way that is not known."""
+    """``var`` or ``std``, as `total`."""
     rows: torch.Tensor = args[0]
     unbiased = kwargs.get("unbiased", args[1] if len(args) > 1 and isinstance(args[1], bool) else True)
     correction = kwargs.get("correction", int(unbiased))
     known = set(kwargs) <= {"dim", "keepdim", "unbiased", "correction"} and len(args) <= 2
     if not known or not rows.is_floating_point() or not isinstance(correction, int):
         return None
-    over = reduced_dims([a for a in args if not isinstance(a, bool)], kwargs, rows.dim())
-    flags, number = _beside(counts, rows, dim), counts.sum() * prod(rows.shape[d] for d in over if d != dim)
-    mean = rows.masked_fill(~flags, 0).sum(over, True) / number
-    apart = (rows - mean).masked_fill(~flags, 0).square().sum(over, bool(kwargs.get("keepdim")))
-    found = apart / (number - correction).clamp(min=0)
+    over = reduced_dims(args, kwargs, rows.dim())
+    apart = (rows - _mean(rows, over, True, counts)).masked_fill(~_beside(counts, rows), 0).square()
+    found = apart.sum(over, bool(kwargs.get("keepdim"))) / (_number(rows, over, counts) - correction).clamp(
+        min=0
+    )
+    found = found.to(rows.dtype)
     if name == "var":
         return found
     # the gradient of the root of 0 is 0, as torch has it
@@ -142,16 +151,17 @@ def spread(
 
 def loss(
     function: Callable[..., Any],
-    name: str,
+    classwise: bool,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     counts: torch.Tensor,
 ) -> tuple[torch.Tensor, bool] | None:
-    """(the loss of rows at dim 0, whether it still is one of each), None if it is not known how to divide."""
+    """(the loss of rows at dim 0, whether it still is one of each), None if it is not known how to divide.
+
+    classwise: whether each row has a class, and weighs nothing if that is one to be ignored.
+    """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        return None
-    if name in CLASSWISE and given.get("weight") is not None:
         return None
     reduction = given.get("reduction", "mean")
     each = function(**{**given, "reduction": "none"})
@@ -159,14 +169,14 @@ def loss(
         return None
     if reduction == "none":
         return each, True
-    summed = each.masked_fill(~_beside(counts, each, 0), 0).sum()
+    summed = each.masked_fill(~_beside(counts, each), 0).sum()
     if reduction == "sum":
         return summed, False
     numbers: Any = counts.sum()
     target = given.get("target")
-    if name in CLASSWISE and isinstance(target, torch.Tensor) and not target.is_floating_point():
+    if classwise and isinstance(target, torch.Tensor) and not target.is_floating_point():
         valid = target != given.get("ignore_index", -100)
-        numbers = (valid & _beside(counts, valid, 0)).sum()
+        numbers = (valid & _beside(counts, valid)).sum()
     elif reduction == "mean":
         numbers = numbers * prod(each.shape[1:])
     elif reduction != "batchmean":
