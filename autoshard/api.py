@@ -164,6 +164,7 @@ def _source(model: nn.Module, inputs: Any, options: PlanOptions, rules: Rules) -
         precision=options.precision,
         tile_rows=options.tile_rows or 0,
         products=options.products,
+        expert_chunks=options.expert_chunks or 1,
     )
 
 
@@ -232,7 +233,12 @@ def load(
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
     where = whole_mesh(Mesh.parse(plan.mesh), plan)
-    options = PlanOptions(precision=plan.precision, tile_rows=plan.tile_rows or None, products=plan.products)
+    options = PlanOptions(
+        precision=plan.precision,
+        tile_rows=plan.tile_rows or None,
+        products=plan.products,
+        expert_chunks=plan.expert_chunks,
+    )
     passes = PassOptions(codegen=program.codegen, cuda_graphs=graphs)
     compiler = ModelCompiler(where, known, options, passes, rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))

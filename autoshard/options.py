@@ -60,6 +60,12 @@ class PlanOptions:
         "[default: all at once, if a plan fits like that]",
         least=1,
     )
+    expert_chunks: int | None = option(
+        None,
+        "exchange the tokens of experts in so many chunks, one beside the products of another "
+        "[default: as many as are faster, where experts are exchanged]",
+        least=1,
+    )
     recompute: bool = option(True, "whether activations may be recomputed in backward")
     pins: tuple[str, ...] = option(
         (), "decide a tensor's placement; may be repeated", flag="--pin", metavar="GLOB=tp:S(0)"

@@ -19,6 +19,7 @@ from autoshard.passes.memory.offload import Hosting, offload
 from autoshard.passes.memory.recompute import recompute
 from autoshard.passes.memory.tile_rows import tile_rows
 from autoshard.passes.overlap.bucket import bucket_collectives
+from autoshard.passes.overlap.chunk_experts import chunk_experts
 from autoshard.passes.overlap.coalesce_layers import join_messages
 from autoshard.passes.overlap.defer_reductions import defer_reductions
 from autoshard.passes.overlap.gather_once import gather_once
@@ -250,6 +251,12 @@ SIMPLIFYING = (
         gives="segments",
     ),
     _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
+    _pass(
+        "chunk_experts",
+        lambda folded, c: chunk_experts(folded, c.expert_chunks),
+        lambda c: c.expert_chunks > 1,
+        needs="segments",
+    ),
     _pass("normalize", lambda folded, c: normalize(folded), needs="segments", gives="canonical"),
     _pass("band_masks", lambda folded, c: band_masks(folded), needs="canonical"),
     _pass(
@@ -409,11 +416,13 @@ class Simplifying:
     """What the passes before the search are asked for.
 
     rows: tokens of a tile on a rank, 0 for no tiles. rules: of all ops. products: which are cast, None: none.
+    expert_chunks: in which tokens of experts are exchanged.
     """
 
     rows: int = 0
     rules: Mapping[str, RuleFn] = field(default_factory=dict)
     products: ProductCasts | None = None
+    expert_chunks: int = 1
 
 
 def simplify(joint: Joint, watch: Watch | None = None, how: Simplifying | None = None) -> Folded:

@@ -57,6 +57,8 @@ def good(name: str) -> Program:
         return _pinned("llama", "dp=2,tp=2", "*embed_tokens.weight=tp:S(0)", "lm_head.weight=tp:S(0)")
     if name == "exchange":
         return _exchanging("fsdp=2,tp=2")
+    if name == "chunks":
+        return _exchanging("ep=4", expert_chunks=2)
     if name == "pipeline":
         return pipeline("llama", 2, "fsdp=2,tp=2", "1f1b", 4, 1, 0, True)
     if name in ("sliced", "masked"):
@@ -86,7 +88,7 @@ def _pinned(name: str, mesh: str, *pins: str) -> Program:
     return compile_analysed(found)
 
 
-def _exchanging(mesh: str) -> Program:
+def _exchanging(mesh: str, expert_chunks: int = 1) -> Program:
     """A program whose rows travel to their experts: many of these, few tokens, messages without latency."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -105,7 +107,8 @@ def _exchanging(mesh: str) -> Program:
     model = MixtralForCausalLM(config).train()
     cluster = load_cluster(CLUSTER)
     fast = replace(cluster, levels=tuple(replace(level, latency=1e-9) for level in cluster.levels))
-    analysis = analyse(capture(model, (), family("mixtral").inputs()))
+    joint = capture(model, (), family("mixtral").inputs())
+    analysis = analyse(joint, expert_chunks=expert_chunks)
     return compile_analysed(plan_analysed(analysis, [Mesh.parse(mesh)], fast))
 
 

@@ -95,7 +95,8 @@ class Opener:
                 hint="plan the model with `autoshard plan TARGET ... -o DIR`",
             )
         sizes = _sizes(plan, request)
-        key = (request.target, *sorted(sizes.items()), bool(plan.replicated), plan.tile_rows, plan.products)
+        rewritten = (bool(plan.replicated), plan.tile_rows, plan.products, plan.expert_chunks)
+        key = (request.target, *sorted(sizes.items()), *rewritten)
         machine = cluster or load_cluster(plan.cluster)
         if key not in self._cache:
             path = self.rules or (Path(request.rules) if request.rules else None)

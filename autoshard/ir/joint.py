@@ -95,3 +95,9 @@ class Joint:
     away: Away = field(default_factory=lambda: NONE_AWAY, hash=False)
     captured_state: Any = field(default=None, compare=False, hash=False, repr=False)
     apart: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def sequences(self) -> int:
+        """The batch that the model was captured with; 1 if no input has one."""
+        inputs = (p for p in self.ports if p.kind == "input" and p.target in self.batch_inputs)
+        return next((p.type.shape[0] for p in inputs), 1)

@@ -23,11 +23,13 @@ from autoshard.search.problem.problem import Model
 class Analysis:
     """What does not depend on the mesh.
 
-    fingerprint: of the simplified graph; a plan only fits the graph it was made for. dumps: texts of
+    captured: what it was made of. fingerprint: of the simplified graph; a plan only fits the graph it was
+    made for. dumps: texts of
     the passes before the search. replicated: ops without a rule that run on whole tensors. table: the
     rule of every op that has one, those of the user among them.
     """
 
+    captured: Joint = field(repr=False)
     folded: Folded
     flow: Flow
     rules: dict[tuple[str, int], Factored]
@@ -36,11 +38,12 @@ class Analysis:
     replicated: tuple[str, ...]
     dumps: Dumps = field(default_factory=Dumps)
     table: Mapping[str, RuleFn] = field(default_factory=lambda: RULES, repr=False)
+    expert_chunks: int = 1
 
     @cached_property
     def model(self) -> Model:
         """One for all searches, which keep in it what they find out."""
-        return Model(self.folded, self.flow, self.rules, self.digits)
+        return Model(self.folded, self.flow, self.rules, self.digits, self.expert_chunks)
 
 
 def analyse(
@@ -51,23 +54,25 @@ def analyse(
     progress: Callable[[str], None] | None = None,
     tile_rows: int = 0,
     products: str = "",
+    expert_chunks: int = 1,
 ) -> Analysis:
     """Simplify a captured model and find its rules. Raises NoRuleError naming all ops without one.
 
     rules: the user's own, beside those that come with autoshard. tile_rows: tokens of a tile of what is wide
-    (`passes.memory.tile_rows`), 0 for no tiles. products: as `PlanOptions` has it.
+    (`passes.memory.tile_rows`), 0 for no tiles. products, expert_chunks: as `PlanOptions` has them.
     """
     say = progress or (lambda _: None)
     table = rule_table(RULES, rules)
     say("folding")
     shots: dict[str, Shot] = {}
-    how = Simplifying(tile_rows, table, ProductCasts.parse(products))
+    how = Simplifying(tile_rows, table, ProductCasts.parse(products), expert_chunks)
     folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")), how)
     flow = flow_of(folded)
     say("finding rules")
     rules_found, replicated = rules_for(folded, replicate_unknown=replicate_unknown, table=table)
     digits = find_digits(folded, flow, rules_found)
     return Analysis(
+        joint,
         folded,
         flow,
         rules_found,
@@ -76,4 +81,5 @@ def analyse(
         replicated,
         Dumps(shots),
         table,
+        expert_chunks,
     )

@@ -102,12 +102,13 @@ def _peaks(request: PlanningRequest, planned: Planned, lengths: LengthRange) -> 
         request.progress(f"simulating the memory of {length} tokens")
         args, kwargs = resized_inputs((micro.source.args, micro.source.kwargs), length)
         sized = replace(micro.source, args=args, kwargs=kwargs)
-        analysis = micro.analysis if length == lengths.longest else sized.analysed(request.progress)
         try:
+            analysis = micro.analysis if length == lengths.longest else sized.analysed(request.progress)
             plan = resized(micro.plan, micro.analysis, analysis)
-        except NotResizableError:
-            own = _alone(request, micro, sized)
-            yield LengthPeak(length, _most(request, compile_analysed(own), analysis), own=True)
+        except (NotResizableError, UsageError):
+            # in as many chunks as this length has, too
+            own = _alone(request, micro, replace(sized, expert_chunks=1))
+            yield LengthPeak(length, _most(request, compile_analysed(own), own.analysis), own=True)
             continue
         program = lower_plan(replace(plan, microbatches=planned.plan.microbatches), analysis, planned.cluster)
         yield LengthPeak(length, _most(request, program, analysis), own=False)

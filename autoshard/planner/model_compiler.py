@@ -116,6 +116,7 @@ class ModelCompiler:
             options.precision,
             options.tile_rows or 0,
             options.products,
+            options.expert_chunks or 1,
         )
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
@@ -142,7 +143,7 @@ class ModelCompiler:
             if found.here is not None:
                 return found.here
             plan = plan_from_json(program.plan)
-            tiled = replace(options, tile_rows=plan.tile_rows or None)
+            tiled = replace(options, tile_rows=plan.tile_rows or None, expert_chunks=plan.expert_chunks)
             source = self._source(module, inputs, bool(plan.replicated), tiled)
             return Planned(plan, source.analysed(lambda _: None), self._machine(module), None, source)
 
@@ -179,8 +180,8 @@ class ModelCompiler:
             planned = planned_of(module)
             assert planned.source is not None
             source = replace(planned.source, model=module, args=inputs[0], kwargs=inputs[1])
-            analysis = source.analysed(lambda _: None)
             try:
+                analysis = source.analysed(lambda _: None)
                 plan = replace(resized(planned.plan, planned.analysis, analysis), microbatches=microbatches)
                 schedule_of(plan)  # may not be for so many
             except (NotResizableError, UsageError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,9 @@ _OFFLOADED = ("activations", "activations,optimizer", "activations,parameters")
 #: share of the memory that states of parameters take at least, beyond which nothing may fit beside them
 _FULL = 0.9
 #: how often a plan is made again with less memory, at most
-MOST_REPLANS = 2
+MOST_REPLANS = 3
+#: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
+_EXPERT_CHUNKS, _WORTH = (2, 4), 5e-3
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Source:
 
     differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
     layers that differ in them are planned each for itself. precision: to compute in, "" for the model's.
-    tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`). products: see
-    `PlanOptions`.
+    tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`). products,
+    expert_chunks: see `PlanOptions`.
     """
 
     model: nn.Module
@@ -74,6 +77,7 @@ class Source:
     precision: str = ""
     tile_rows: int = 0
     products: str = ""
+    expert_chunks: int = 1
 
     @staticmethod
     def of_plan(
@@ -89,6 +93,7 @@ class Source:
             precision=plan.precision,
             tile_rows=plan.tile_rows,
             products=plan.products,
+            expert_chunks=plan.expert_chunks,
         )
 
     def analysed(self, say: Progress) -> Analysis:
@@ -101,13 +106,14 @@ class Source:
             differentiate=self.differentiate,
             precision=self.precision,
         )
-        analysis = self._of(joint, say)
+        analysis = self.analysed_from(joint, say)
         if all(len({self.stored.get(p.target) for p in c.ports}) < 2 for c in analysis.flow.classes.values()):
             return analysis
         joint = replace(joint, apart={p.name: self.stored.get(p.target, "") for p in joint.ports})
-        return self._of(joint, say)
+        return self.analysed_from(joint, say)
 
-    def _of(self, joint: Joint, say: Progress) -> Analysis:
+    def analysed_from(self, joint: Joint, say: Progress) -> Analysis:
+        """The same of a model that was captured already."""
         return analyse(
             joint,
             replicate_unknown=self.replicate_unknown,
@@ -115,6 +121,7 @@ class Source:
             progress=say,
             tile_rows=self.tile_rows,
             products=self.products,
+            expert_chunks=self.expert_chunks,
         )
 
     def with_batch(self, analysis: Analysis, batch: int) -> Source:
@@ -219,7 +226,8 @@ class PlanningRequest:
 
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
-        return self.planned_from(source, source.analysed(self.progress))
+        found = self.planned_from(source, source.analysed(self.progress))
+        return next((p for p in self._with_expert_chunks(found)), found)
 
     def planned_for_device(self, source: Source) -> Planned:
         """The same with what a process takes of its device. Where that is too much even with segments that
@@ -228,13 +236,16 @@ class PlanningRequest:
         found = self._on_device(request.planned_from(source, analysis, searches))
         # how it came to have tiles, which a plan with less memory has from the start
         notes = found.plan.warnings if found.source and found.source.tile_rows != source.tile_rows else ()
-        for _ in range(MOST_REPLANS):
+        for attempt in range(MOST_REPLANS):
             if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
                 break  # as asked for, or it fits
             assert found.source is not None
             if found.source.tile_rows != source.tile_rows:
                 source, analysis, searches = found.source, found.analysis, Searches()
             less = (request.memory or self.memory) - found.device.missing
+            if attempt and found.peak is not None:
+                # that was no help: what is reserved falls by less than what a plan holds
+                less = min(less, math.ceil(found.peak.bytes) - 2**attempt * found.device.missing)
             for kinds in self._as_much_offloaded(found.plan.offload):
                 smaller = replace(request, memory=less, options=replace(self.options, offload=kinds))
                 self.progress("planning with less memory")
@@ -245,6 +256,12 @@ class PlanningRequest:
                     break
             else:
                 break  # the plan before stands, and its device says that it does not fit
+        fits = found.device is None or not found.device.missing
+        for chunked in request._with_expert_chunks(found) if fits else ():
+            on_device = self._on_device(chunked)
+            if on_device.device is None or not on_device.device.missing:
+                found = on_device
+                break
         if request.memory == self.memory:
             return found
         notes = tuple(w for w in notes if w not in found.plan.warnings)
@@ -264,6 +281,29 @@ class PlanningRequest:
             return planned
         self.progress("simulating the allocator")
         return replace(planned, device=device_memory(planned.peaks()))
+
+    def _with_expert_chunks(self, planned: Planned) -> list[Planned]:
+        """Plans on the same mesh with the tokens of its experts in chunks, of which each is faster than the
+        next and the last faster than this one, by their programs; the options may say in how many."""
+        source, plan = planned.source, planned.plan
+        assert source is not None
+        if self.options.expert_chunks or source.expert_chunks > 1 or not _exchanges(planned):
+            return []
+        total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
+        request = replace(self.request, batch=total, baselines=False)
+        meshes = _same_as(self._candidates(planned.analysis), planned)
+        best = [planned]
+        for chunks in _EXPERT_CHUNKS:
+            self.progress(f"planning with the tokens of experts in {chunks} chunks")
+            chunked = replace(source, expert_chunks=chunks)
+            with suppress(UsageError, InfeasibleError):  # sequences that do not divide, or more memory
+                analysis = chunked.analysed_from(planned.analysis.captured, self.progress)
+                found = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
+                if _step_of(found) < (1 - _WORTH) * _step_of(best[0]):
+                    best.insert(0, replace(found, plan=_with_warnings(found.plan, plan.warnings)))
+                    continue
+            break
+        return best[:-1]
 
     def planned_from(self, source: Source, analysis: Analysis, searches: Searches | None = None) -> Planned:
         """The same, of a source that was captured and analysed already. searches: before this one.
@@ -346,7 +386,9 @@ class PlanningRequest:
         alone = source.with_batch(analysis, 1).analysed(self.progress)
         request = replace(self.request, batch=planned.plan.microbatches, baselines=False)
         try:
-            return self._searched(source, alone, _alone(meshes, planned), request, searches, planned.solution)
+            return self._searched(
+                source, alone, _same_as(meshes, planned), request, searches, planned.solution
+            )
         except InfeasibleError:
             # what was about to fill the memory fills it now
             larger = _of_more(meshes, planned.plan.microbatches)
@@ -385,6 +427,7 @@ class PlanningRequest:
                 precision=source.precision,
                 tile_rows=source.tile_rows,
                 products=source.products,
+                expert_chunks=source.expert_chunks,
             ),
         )
 
@@ -410,13 +453,25 @@ def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
     return parse_tactics(text, where)
 
 
-def _alone(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
-    """The mesh that was found, with microbatches of one sequence, and the pipelines it may have."""
+def _same_as(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
+    """The mesh and the microbatch that were found, and the pipelines it may have."""
     assert planned.solution is not None
     config = planned.solution.configuration
     same = [s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks]
     # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
-    return [replace(s, batches=(1,)) for s in (*same, Staged(config.mesh))[:1]]
+    return [replace(s, batches=(config.batch,)) for s in (*same, Staged(config.mesh))[:1]]
+
+
+def _with_warnings(plan: Plan, texts: Sequence[str]) -> Plan:
+    """The plan with these warnings, too."""
+    return replace(plan, warnings=tuple(dict.fromkeys((*plan.warnings, *texts))))
+
+
+def _exchanges(planned: Planned) -> bool:
+    """Whether ranks exchange the tokens of experts in a program that was simulated."""
+    rules, nodes = planned.analysis.rules, planned.plan.nodes
+    simulated = planned.peak is not None and planned.peak.step is not None
+    return simulated and any(rules[k].exchanged(s.inputs, s.outputs) is not None for k, s in nodes.items())
 
 
 def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:

@@ -211,6 +211,7 @@ class PlanSummary:
     simulated_seconds: float | None = None
     #: what a process takes of its device; None where that was not simulated
     device: DeviceMemory | None = None
+    expert_chunks: int = 1
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -285,6 +286,7 @@ def summarise(
         plan.offload,
         None if peak is None else peak.step,
         device,
+        plan.expert_chunks,
     )
 
 

@@ -197,6 +197,7 @@ def _plain(a: PlanSummary, b: PlanSummary) -> Iterator[Changed]:
         "mesh": (a.mesh, b.mesh),
         "microbatches": (str(a.microbatches), str(b.microbatches)),
         "recompute": (recompute(a), recompute(b)),
+        "chunks of experts' tokens": (str(a.expert_chunks), str(b.expert_chunks)),
         "pipeline": (pipe(a), pipe(b)),
     }
     for what, (before, after) in pairs.items():

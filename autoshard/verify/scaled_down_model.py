@@ -134,6 +134,7 @@ def _planned(
             cluster=big.cluster,
             global_batch=batch,
             products=big.products,
+            expert_chunks=big.expert_chunks,
             progress=say,
         )
     return make_plan(
@@ -146,6 +147,7 @@ def _planned(
         slices=pipeline.slices if pipeline.slices > 1 else None,
         microbatches=microbatches,
         products=big.products,
+        expert_chunks=big.expert_chunks,
         progress=say,
     )
 
@@ -157,6 +159,8 @@ def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tu
         kept.append(f"schedule {big.pipeline.schedule}")
     if big.products:
         kept.append(f"products in {big.products}")
+    if big.expert_chunks > 1:
+        kept.append(f"tokens of experts in {big.expert_chunks} chunks")
     plain = compile_analysed(replace(planned, plan=replace(plan, recompute={})))
     again: dict[str, Recompute] = {}
     original = plain.original

@@ -1,9 +1,10 @@
 """Ops of a segment in an order in which its messages are on their way while something is computed.
 
-List scheduling by price: what can begin at once comes first, messages before computing, and of that what the
-next message needs. The clock is that of a rank with one stream for computing and one per mesh axis. The order
-is taken where it makes the segment shorter. What is computed stays the same, and so does the order of the
-messages of an axis, which all ranks share.
+List scheduling by price: what can begin at once comes first, and of that what is most urgent by one of two
+rules (Kwok and Ahmad, ACM Computing Surveys 31(4), 1999, section 6). The clock is that of a rank with one
+stream for computing and one per mesh axis. The shorter order is taken where it makes the segment shorter.
+What is computed stays the same, and so does the order of the messages of an axis that change layouts;
+exchanges of tokens may pass them. All ranks run the same text and share its order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
+from operator import itemgetter
 
 from autoshard.ir import Graph, Node, refs_of
-from autoshard.ir.collectives import axes_of, is_message, is_ring
+from autoshard.ir.collectives import axes_of, goes_in_turn, is_message, is_ring, spec_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.rules.chains import inside_chains
@@ -47,9 +49,8 @@ def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
     if first is None:
         return segment
     costs = node_seconds(segment, seconds)
-    order = _Scheduling(segment.graph, costs).order()
     before = _played(nodes, costs)
-    after = _played([nodes[k] for k in order], [costs[k] for k in order])
+    after, order = _shortest_order(segment.graph, costs)
     if not after < before * (1 - _WORTH):
         return segment
     note = f"reordered beside its messages: {after * 1e6:.0f} us, was {before * 1e6:.0f} us"
@@ -67,8 +68,17 @@ def shortest(graph: Graph, costs: Sequence[float], *, moving: bool) -> float:
     as_it_is = _played(graph.nodes, costs)
     if not moving:
         return as_it_is
-    order = _Scheduling(graph, costs).order()
-    return min(as_it_is, _played([graph.nodes[k] for k in order], [costs[k] for k in order]))
+    return min(as_it_is, _shortest_order(graph, costs)[0])
+
+
+def _shortest_order(graph: Graph, costs: Sequence[float]) -> tuple[float, list[int]]:
+    """Seconds and positions of the nodes in the shortest of a few orders, of equally short ones the first."""
+    nodes = graph.nodes
+    played: list[tuple[float, list[int]]] = []
+    for critical in (False, True):
+        order = _Scheduling(graph, costs, critical).order()
+        played.append((_played([nodes[k] for k in order], [costs[k] for k in order]), order))
+    return min(played, key=itemgetter(0))
 
 
 def streams_of(node: Node) -> tuple[str, ...]:
@@ -79,38 +89,54 @@ def streams_of(node: Node) -> tuple[str, ...]:
 
 
 def _played(nodes: Sequence[Node], costs: Sequence[float]) -> float:
-    """Seconds until everything is done, in this order."""
-    clock = _Clock()
+    """Seconds from one call to the next, in this order, of many calls one after the other: messages that
+    nothing in a call waits for may end beside the next one, but none takes less than all its messages."""
+    clock, begins = _Clock(), list[float]()
+    for _ in range(2):
+        begins.append(clock.free[""])
+        for node, cost in zip(nodes, costs, strict=True):
+            clock.run(node, cost)
+    busy: dict[str, float] = {}
     for node, cost in zip(nodes, costs, strict=True):
-        clock.run(node, cost)
-    return max(clock.free.values())
+        for axis in streams_of(node):
+            busy[axis] = busy.get(axis, 0.0) + cost
+    return max([clock.free[""] - begins[1], *busy.values()])
 
 
 class _Clock:
     """One stream for computing and one per mesh axis. Messages are issued where they stand and waited for
-    where they are needed, be it to issue the next."""
+    where they are needed, be it to issue the next; one that goes out in turn waits for the one before it."""
 
     def __init__(self) -> None:
         self.free: dict[str, float] = {"": 0.0}
         self.ready: dict[str, float] = {}
+        #: axis -> end of the last message in turn
+        self.turn: dict[str, float] = {}
 
     def begin(self, node: Node) -> float:
         """Seconds at which a node can be issued."""
-        return max([self.free[""], *(self.ready.get(r, 0.0) for r in refs_of(node))])
+        before = [self.turn.get(axis, 0.0) for axis in axes_of(node)] if goes_in_turn(node) else []
+        return max([self.free[""], *before, *(self.ready.get(r, 0.0) for r in refs_of(node))])
 
     def run(self, node: Node, cost: float) -> None:
         axes, begin = streams_of(node), self.begin(node)
         end = max([begin, *(self.free.get(axis, 0.0) for axis in axes or ("",))]) + cost
         if axes:
             self.free[""] = begin
+            if goes_in_turn(node):
+                self.turn.update(dict.fromkeys(axes, end))
         self.free.update(dict.fromkeys(axes or ("",), end))
         self.ready.update(dict.fromkeys(node.outs, end))
 
 
 @dataclass
 class _Scheduling:
+    """critical: whether what has most seconds of others behind it comes first; else messages, and then what
+    the next message needs."""
+
     graph: Graph
     costs: Sequence[float]
+    critical: bool
 
     def order(self) -> list[int]:
         """Positions of the nodes in their new order."""
@@ -143,19 +169,38 @@ class _Scheduling:
         return order
 
     def _needs(self) -> list[set[int]]:
-        """Per node, those before it: what makes what it uses, and the message before it on its axis."""
+        """Per node, those before it: what makes what it uses, and the message before it on its axis, of those
+        that change layouts."""
         nodes = self.graph.nodes
         makers = {out: k for k, node in enumerate(nodes) for out in node.outs}
         needs = [{makers[r] for r in refs_of(node) if r in makers} for node in nodes]
         last: dict[str, int] = {}
         for k, node in enumerate(nodes):
+            spec = spec_of(node)
+            if spec is not None and spec.family == "experts":
+                continue
             for axis in streams_of(node):
                 needs[k] |= {last[axis]} if axis in last else set()
                 last[axis] = k
         return needs
 
-    def _urgency(self, needs: Sequence[set[int]]) -> list[int]:
-        """Per node, the first message that needs it, itself among them: what no message needs comes last."""
+    def _urgency(self, needs: Sequence[set[int]]) -> Sequence[float]:
+        """Per node, less for what is more urgent."""
+        return self._critical(needs) if self.critical else self._for_messages(needs)
+
+    def _critical(self, needs: Sequence[set[int]]) -> list[float]:
+        """Seconds of the longest path to the last of what is waited for, negative."""
+        found = [0.0] * len(needs)
+        waited = set[int]().union(*needs)
+        for k in range(len(needs) - 1, -1, -1):
+            if k in waited or not is_message(self.graph.nodes[k]):
+                found[k] -= self.costs[k]
+            for need in needs[k]:
+                found[need] = min(found[need], found[k])
+        return found
+
+    def _for_messages(self, needs: Sequence[set[int]]) -> list[int]:
+        """The first message that needs it, itself among them: what no message needs comes last."""
         nodes = self.graph.nodes
         found = [len(nodes)] * len(nodes)
         for k in range(len(nodes) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Gradients of experts that are counted by the wrong ranks."""
+"""Gradients of experts that are counted by the wrong ranks, and chunks of tokens that are mixed up."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.ir import Arg, Node, Ref
+from autoshard.ir import Arg, Node, Ref, refs_of, substitute
 from autoshard.ir.placement import Shard
 from autoshard.program.program import Program
-from faults.edits import pairs_of, sites, with_nodes
+from faults.edits import pairs_of, replaced, sites, with_nodes
 from faults.fault import Fault, Kind, rules
 
 
@@ -48,7 +48,29 @@ def _after_products(
                 )
 
 
+def other_chunk(program: Program) -> Iterator[Fault]:
+    """What is made of the tokens of one chunk goes by the slots of another."""
+    for name, number, node in sites(program):
+        refs = list(refs_of(node))
+        routes = [r for r in refs if r.startswith("route") and "_c0" in r]
+        if "expert" in node.op and routes and node.op != "comm.expert_route.default":
+            other = {routes[-1]: routes[-1].replace("_c0", "_c1")}
+            wrong = substitute(node, lambda r, other=other: Ref(other.get(r, r)))
+            yield Fault(replaced(program, name, number, wrong), rules("function"), (node.outs[0],))
+
+
+def lost_chunk(program: Program) -> Iterator[Fault]:
+    """The gradient of the matrices of experts is that of one chunk, twice."""
+    for name, number, node in sites(program):
+        first = next(refs_of(node), "")
+        if node.op == "aten.add.Tensor" and first.startswith("expert_outer"):
+            wrong = replace(node, args=(Ref(first), Ref(first)))
+            yield Fault(replaced(program, name, number, wrong), rules("gradient"), ("expert_outer",))
+
+
 KINDS = {
+    "slots of another chunk": Kind(other_chunk, ("chunks",)),
+    "gradient of a chunk lost": Kind(lost_chunk, ("chunks",)),
     "gradients of experts scaled": Kind(scaled_gradient, ("exchange",)),
     "gradients of experts summed over other experts": Kind(summed_gradient, ("exchange",)),
 }

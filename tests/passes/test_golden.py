@@ -64,6 +64,7 @@ ELSEWHERE = {
     "quantize_norms": "passes/test_quantized_activations.py",
     "overlap_grad_reduce": "passes/test_overlap_grad_reduce.py",
     "offload": "passes/test_offload.py",
+    "chunk_experts": "passes/test_chunk_experts.py",
     "tile_rows": "passes/test_tile_rows.py",
 }
 OF = {each: name for name, (_, passes) in PROGRAMS.items() for each in passes}

@@ -116,7 +116,8 @@ class Plan:
     step_fingerprint: of the graph that a program of several microbatches is stored with, whose losses add up
     to those of the whole batch; "" where that is the graph the plan is for. precision: in which the model
     computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
-    (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`).
+    (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`). expert_chunks: in
+    which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`).
     """
 
     mesh: str
@@ -143,6 +144,7 @@ class Plan:
     precision: str = ""
     tile_rows: int = 0
     products: str = ""
+    expert_chunks: int = 1
 
     @property
     def moves_apart(self) -> bool:

@@ -49,6 +49,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     precision: str = ""
     tile_rows: int = 0
     products: str = ""
+    expert_chunks: int = 1
     optimality: OptimalityGap
 
 

@@ -104,6 +104,8 @@ class _Builder:
         self.growing: dict[Place, bool] = {}
         self.strategies: dict[object, ParamStrategies] = {}
         self.scalable = not model.kinds.twice
+        #: of exchanges: one chunk waits, others travel beside products, as far as the device overlaps these
+        self.exposed = 1 - (1 - 1 / model.expert_chunks) * self.cost.device.overlap
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
         self.kept = model.kept
@@ -250,23 +252,30 @@ class _Builder:
             return bool(classes & (digits.zigzag | digits.heads)) and not classes & digits.causal
         return not classes & digits.zigzag and meaning.allows(bool(classes & digits.batch))
 
-    def _must_divide(self, name: str, rule: Factored) -> list[bool]:
+    def _must_divide(self, name: str, number: int, rule: Factored) -> list[bool]:
         """Per axis, whether a call has to be divided over it where that is possible."""
         inside = rule.kind == "matmul" and name in self.layers
-        return [self.strict and (m.splits_batch or (m.divides_products and inside)) for m in self.meanings]
+        # of what experts have in place of a batch, sums of gradients may be left to their terms
+        batch = any(
+            d[2] in self.model.digits.batch for f in self.model.digits.factors[name, number] for d in f
+        )
+        return [
+            self.strict and ((m.splits_batch and batch) or (m.divides_products and inside))
+            for m in self.meanings
+        ]
 
     def _nodes(self, name: str) -> None:
         for number, node in enumerate(self.model.folded.segments[name].nodes):
             rule = self.model.rules[name, number]
             free = ("node", name, number) in self.loose
-            must = [False] * len(self.sizes) if free else self._must_divide(name, rule)
+            must = [False] * len(self.sizes) if free else self._must_divide(name, number, rule)
             states = self._states(name, number, tuple(must))
             call = self._call(name, number, states)
             var = self._add_node(name, number, states)
             recomputed = self.kept.recomputed_by([(name, number)])
             if rule.exchange:
                 exchange = Time("exchange", self.backward[name], *recomputed)
-                self.entries.append(Exchanged(exchange, var, self.counts[name], call))
+                self.entries.append(Exchanged(exchange, var, self.counts[name], call, self.exposed))
             self._busy(name, number, var, call, recomputed)
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)

@@ -197,12 +197,14 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Rows that a call exchanges with their owners, ``count`` times."""
+    """Rows that a call exchanges with their owners, ``count`` times. exposed: share of the seconds in which
+    nothing is computed."""
 
     key: Time
     variable: int
     count: int
     call: CallGroup
+    exposed: float
 
     def put(self, terms: CostTerms, prices: BatchPricing) -> None:
         call, cost = self.call, prices.cost
@@ -210,7 +212,7 @@ class Exchanged:
             cost.exchange_seconds(call.rule, call.ins, call.outs, s, prices.sizes, prices.scale)
             for s in call.states
         ]
-        terms.add(self.key, self.variable, np.array(sent) * self.count)
+        terms.add(self.key, self.variable, np.array(sent) * self.count * self.exposed)
 
 
 @dataclass(frozen=True)

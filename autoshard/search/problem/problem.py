@@ -34,12 +34,13 @@ MORE = 1.01
 
 @dataclass(frozen=True)
 class Model:
-    """Everything the problem is built from."""
+    """Everything the problem is built from. expert_chunks: in which tokens of experts are exchanged."""
 
     folded: Folded
     flow: Flow
     rules: dict[tuple[str, int], Factored]
     digits: DigitTable
+    expert_chunks: int = 1
     #: ways to run calls that were found already, by all that they depend on
     ways: dict[object, tuple[OpState, ...]] = field(default_factory=dict, compare=False, repr=False)
     #: orders of elimination of its networks, on any mesh
@@ -102,12 +103,7 @@ def tokens_of(folded: Folded) -> int:
 
 def batch_of(folded: Folded) -> int:
     """The batch that the model was captured with; 1 if no input has one."""
-    sizes = [
-        p.type.shape[0]
-        for p in folded.joint.ports
-        if p.kind == "input" and p.target in folded.joint.batch_inputs
-    ]
-    return sizes[0] if sizes else 1
+    return folded.joint.sequences
 
 
 @dataclass(frozen=True, eq=False)

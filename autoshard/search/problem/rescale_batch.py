@@ -75,8 +75,8 @@ class _Scaling:
         scaled = Folded(segments, folded.calls, joint)
         if self.new == 1:
             rules = {key: rule.without_units() for key, rule in rules.items()}
-            return Model(scaled, flow, rules, find_digits(scaled, flow, rules))
-        return Model(scaled, flow, rules, self._table(), orders=self.model.orders)
+            return Model(scaled, flow, rules, find_digits(scaled, flow, rules), self.model.expert_chunks)
+        return Model(scaled, flow, rules, self._table(), self.model.expert_chunks, orders=self.model.orders)
 
     def _table(self) -> DigitTable:
         digits = self.model.digits

@@ -1,0 +1,207 @@
+"""Exchange the tokens of experts in chunks, so that one is on its way while another is computed.
+
+Dispatch, products of experts and combination follow each other: nothing of a layer but a shared expert can
+run beside its exchange. Here every sequence is cut into chunks, and each op on slots (`ops.experts`) is there
+once per chunk, in forward and in backward: the next chunk travels while experts compute one (Hwang et al.,
+"Tutel", MLSys 2023, section 3.2; Shi et al., "FSMoE", ASPLOS 2025). Ops stand in turns, all chunks of one
+before the next op, which is the order in which messages of an axis go out. Gradients of the matrices of
+experts are sums over chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from autoshard.errors import UsageError
+from autoshard.ir import Arg, Call, Folded, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
+from autoshard.ir.row_tiles import SHAPED
+from autoshard.passes.segment_parts import fresh
+
+_ROUTE = "autoshard.route.default"
+_RESHAPE, _SLICE, _CAT, _ADD = (
+    "aten.reshape.default",
+    "aten.slice.Tensor",
+    "aten.cat.default",
+    "aten.add.Tensor",
+)
+#: ops that take a row of every token first, and give slots or the choices that make them
+_TAKE = frozenset(f"autoshard.{name}.default" for name in ("choices", "dispatch", "dispatch_weights"))
+#: ops that give a row of every token, and those that give sums over slots
+_GIVE = frozenset(("autoshard.combine.default", "autoshard.combine_weights.default"))
+_SUM = frozenset(("autoshard.expert_outer.default", "autoshard.expert_sum.default"))
+#: other ops that may make more or fewer rows
+_ROUTES = frozenset(("autoshard.route_one.default", "autoshard.route_part.default"))
+
+
+def chunk_experts(folded: Folded, chunks: int) -> Folded:
+    """The model with the tokens of its experts in chunks.
+
+    Raises UsageError where it has no experts that ranks may exchange tokens for, or they do not divide.
+    """
+    nodes = [node for graph in folded.segments.values() for node in graph.nodes]
+    if not any(node.op == _ROUTE for node in nodes):
+        raise _refused(chunks, "the model has no experts that tokens can be exchanged for")
+    if other := next((node for node in nodes if node.op in _ROUTES), None):
+        raise _refused(chunks, "its experts are a loop in Python, and their tokens stay", other.origin)
+    return _Chunking(folded, chunks).run()
+
+
+def _refused(chunks: int, why: str, origin: Origin | None = None) -> UsageError:
+    return UsageError(
+        f"the tokens of experts cannot be exchanged in {chunks} chunks",
+        where="" if origin is None else origin.source,
+        why=why,
+        hint="leave out --expert-chunks",
+    )
+
+
+class _Chunking:
+    """The model, call by call."""
+
+    def __init__(self, folded: Folded, chunks: int) -> None:
+        self.folded, self.chunks, self.sequences = folded, chunks, folded.joint.sequences
+        self.taken = {v for g in folded.segments.values() for v in g.types()}
+        self.taken |= {p.name for p in folded.joint.ports} | {o for c in folded.calls for o in c.outs}
+        #: value of main that has slots -> those of its chunks
+        self.parts: dict[str, tuple[str, ...]] = {}
+
+    def run(self) -> Folded:
+        segments = {name: _Segment(graph, self).run() for name, graph in self.folded.segments.items()}
+        calls = tuple(self._call(call) for call in self.folded.calls)
+        return replace(self.folded, segments=segments, calls=calls)
+
+    def _call(self, call: Call) -> Call:
+        graph = self.folded.segments[call.segment]
+        types = graph.types()
+        for value, inner in zip(call.outs, graph.outputs, strict=True):
+            if _has_slots(types[inner]):
+                self.parts[value] = self.names(value)
+        return replace(call, args=_each(call.args, self.parts), outs=_each(call.outs, self.parts))
+
+    def names(self, value: str) -> tuple[str, ...]:
+        """Of the chunks of a value."""
+        return tuple(fresh(value, self.taken, f"c{k}") for k in range(self.chunks))
+
+    def one(self, type_: TensorType) -> TensorType:
+        """Of rows of tokens or slots, those of a chunk."""
+        return replace(type_, shape=(type_.shape[0] // self.chunks, *type_.shape[1:]))
+
+
+def _each(values: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(part for value in values for part in parts.get(value, (value,)))
+
+
+def _has_slots(type_: TensorType | None) -> bool:
+    """Whether its rows are slots, or the choices to which slots refer."""
+    return type_ is not None and type_.filled is not None
+
+
+def _either(inner: Mapping[str, Ref], value: str) -> Ref:
+    return inner.get(value) or Ref(value)
+
+
+class _Segment:
+    """One segment of it."""
+
+    def __init__(self, graph: Graph, model: _Chunking) -> None:
+        self.graph, self.model, self.chunks = graph, model, model.chunks
+        self.types = graph.types()
+        self.parts = {v: model.names(v) for v, t in self.types.items() if _has_slots(t)}
+        #: rows of tokens -> those of the chunks
+        self.rows: dict[str, tuple[str, ...]] = {}
+        self.nodes: list[Node] = []
+
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            if self.parts.keys().isdisjoint((*node.outs, *refs_of(node))):
+                self.nodes.append(node)
+            else:
+                self._chunked(node)
+        inputs = tuple(
+            (part, self.model.one(type_) if name in self.parts else type_)
+            for name, type_ in self.graph.inputs
+            for part in self.parts.get(name, (name,))
+        )
+        outputs = _each(self.graph.outputs, self.parts)
+        return Graph(self.graph.name, inputs, tuple(self.nodes), outputs)
+
+    def _chunked(self, node: Node) -> None:
+        """An op on slots, once per chunk."""
+        if not (all(map(_has_slots, node.types)) or node.op in _GIVE | _SUM) or self._is_sized(node):
+            raise _refused(self.chunks, "an op takes all slots of a layer at once", node.origin)
+        given = dict(self.parts)
+        if node.op in _TAKE:
+            tokens = next(refs_of(node))
+            given[tokens] = self._cut(tokens, node)
+        made = {out: self.parts.get(out) or self.model.names(out) for out in node.outs}
+        for k in range(self.chunks):
+            inner = {value: Ref(parts[k]) for value, parts in given.items()}
+            part = substitute(node, partial(_either, inner))
+            types = node.types if node.op in _SUM else tuple(t and self.model.one(t) for t in node.types)
+            args = (part.args[0], types[0].shape) if node.op in SHAPED and types[0] else part.args
+            outs = tuple(made[out][k] for out in node.outs)
+            self.nodes.append(replace(part, args=args, outs=outs, types=types))
+        if node.op in _SUM:
+            self._added(node, made[node.name])
+        elif node.op in _GIVE:
+            self._joined(node, made[node.name])
+
+    def _is_sized(self, node: Node) -> bool:
+        """Whether an argument is the number of slots, of an op that is not known to have a shape there."""
+        sizes = {t.shape[0] for t in node.types if _has_slots(t) and t is not None}
+        numbers = {a for a in (*node.args, *dict(node.kwargs).values()) if type(a) is int}
+        return node.op not in SHAPED and not sizes.isdisjoint(numbers)
+
+    def _cut(self, tokens: str, node: Node) -> tuple[str, ...]:
+        """The rows of the tokens of every chunk: equally many of every sequence."""
+        sequences, type_ = self.model.sequences, self.types[tokens]
+        if type_.shape[0] % (sequences * self.chunks):
+            why = f"{type_.shape[0]} tokens are not {sequences} sequences of a multiple of {self.chunks}"
+            raise _refused(self.chunks, why, node.origin)
+        if tokens not in self.rows:
+            whole, part = self._apart(type_), self._apart(self.model.one(type_))
+            apart = self._add(node, _RESHAPE, (Ref(tokens), whole.shape), whole, tokens)
+            found = []
+            for at in range(0, whole.shape[1], part.shape[1]):
+                some = self._add(node, _SLICE, (Ref(apart), 1, at, at + part.shape[1]), part, tokens)
+                rows = self.model.one(type_)
+                found.append(self._add(node, _RESHAPE, (Ref(some), rows.shape), rows, tokens))
+            self.rows[tokens] = tuple(found)
+        return self.rows[tokens]
+
+    def _joined(self, node: Node, chunks: Sequence[str]) -> None:
+        """Rows of all tokens, of those of the chunks."""
+        (type_,) = node.types
+        assert type_ is not None
+        whole, part = self._apart(type_), self._apart(self.model.one(type_))
+        apart = tuple(Ref(self._add(node, _RESHAPE, (Ref(c), part.shape), part, c)) for c in chunks)
+        joined = self._add(node, _CAT, (apart, 1), whole, node.name)
+        self._add(node, _RESHAPE, (Ref(joined), type_.shape), type_, node.name, node.outs)
+
+    def _added(self, node: Node, chunks: Sequence[str]) -> None:
+        """The sum of what the chunks give."""
+        total = chunks[0]
+        for k, chunk in enumerate(chunks[1:], 2):
+            outs = node.outs if k == len(chunks) else ()
+            total = self._add(node, _ADD, (Ref(total), Ref(chunk)), node.types[0], node.name, outs)
+
+    def _apart(self, type_: TensorType) -> TensorType:
+        """Rows of tokens with sequences as a dim of their own."""
+        sequences = self.model.sequences
+        return replace(type_, shape=(sequences, type_.shape[0] // sequences, *type_.shape[1:]))
+
+    def _add(
+        self,
+        node: Node,
+        op: str,
+        args: tuple[Arg, ...],
+        type_: TensorType | None,
+        base: str,
+        outs: tuple[str, ...] = (),
+    ) -> str:
+        """An op beside a node; its output. base: of its name, if ``outs`` has none."""
+        outs = outs or (fresh(base, self.model.taken, "chunk"),)
+        self.nodes.append(Node(op, args, (), outs, (type_,), node.origin, node.backward))
+        return outs[0]
