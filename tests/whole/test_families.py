@@ -73,6 +73,7 @@ def trained(
         cases.append({"family": name, "mesh": mesh, "program": str(folder_of), "steps_of": "call"})
     in_pieces = running(request, "test_microbatches_equal_the_whole_batch")
     cases += [_in_pieces(folder, case["mesh"], case["pieces"]) for case in in_pieces]
+    cases += [_in_chunks(folder, **case) for case in running(request, "test_experts_in_chunks_equal_eager")]
     (folder / "cases.json").write_text(json.dumps(cases))
     run_ranks([str(HERE / "gloo_worker.py"), str(folder / "cases.json"), str(folder / "results.json")])
     rows = json.loads((folder / "results.json").read_text())
@@ -93,6 +94,20 @@ def _in_pieces(folder: Path, mesh: str, pieces: int) -> dict[str, str]:
     return {"family": "llama", "mesh": mesh, "program": str(path), "steps_of": "microbatches"}
 
 
+def _in_chunks(folder: Path, chunks: int) -> dict[str, str]:
+    """A mixtral whose tokens go to the ranks of their experts in chunks: messages cost nothing to begin."""
+    model, inputs = family("mixtral").make()
+    cluster = load_cluster("cpu-gloo")
+    fast = replace(cluster, levels=tuple(replace(level, latency=1e-9) for level in cluster.levels))
+    analysis = analyse(capture(model, (), inputs), expert_chunks=chunks)
+    made = compile_analysed(plan_analysed(analysis, [Mesh.parse("fsdp=2,ep=2")], fast, reasons=False))
+    ops = [node.op for s in made.lowered.segments.values() for node in s.graph.nodes]
+    assert ops.count("comm.expert_dispatch.default") == 2 * chunks, "forward and backward"
+    path = folder / f"mixtral-in-{chunks}-chunks"
+    save_program(made, path)
+    return {"family": "mixtral", "program": str(path), "steps_of": "call"}
+
+
 @pytest.mark.parametrize(("name", "mesh"), TRAINED)
 def test_training_equals_eager(
     trained: dict[tuple[str, str], dict[str, float]], name: str, mesh: str
@@ -106,6 +121,12 @@ def test_microbatches_equal_the_whole_batch(
     trained: dict[tuple[str, str], dict[str, float]], mesh: str, pieces: int
 ) -> None:
     row = trained["llama", f"llama-{mesh}-in-{pieces}"]
+    assert row["error"] < 1e-4, f"{row['worst']} is off by {row['error']:.2e}"
+
+
+@pytest.mark.parametrize("chunks", [2])
+def test_experts_in_chunks_equal_eager(trained: dict[tuple[str, str], dict[str, float]], chunks: int) -> None:
+    row = trained["mixtral", f"mixtral-in-{chunks}-chunks"]
     assert row["error"] < 1e-4, f"{row['worst']} is off by {row['error']:.2e}"
 
 
