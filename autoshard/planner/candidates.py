@@ -115,7 +115,7 @@ def candidate_meshes(
         inner = inner_candidates(machine, world // ranks, ranks) if pipes else []
         if pipes and not machine.groups:
             inner = [*inner, *expert_candidates(machine, world // ranks, experts)]
-        for mesh in (m for each in inner for m in (each, *_with_context(each, ranks, total))):
+        for mesh in (m for each in inner for m in (each, *_with_context(each, ranks, total, options))):
             if (*given, total)[0] % data_ways(mesh) == 0:
                 candidates.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, options)))
     if options.schedule and not candidates:
@@ -123,9 +123,11 @@ def candidate_meshes(
     return candidates
 
 
-def _with_context(mesh: Mesh, ranks: int, total: int) -> list[Mesh]:
+def _with_context(mesh: Mesh, ranks: int, total: int, options: PlanOptions) -> list[Mesh]:
     """The mesh with a part of its data ranks as ``cp``, where the pipeline would have fewer microbatches than
-    ranks: then as many."""
+    ranks: then as many. Not beside slices, which divide the sequence as well."""
+    if _sliced(options) > 1:
+        return []
     data = [axis.size for axis in mesh.axes if axis.meaning.splits_batch]
     ways = -(-data_ways(mesh) * ranks // total)
     if len(data) != 1 or ways == 1 or data[0] % ways:

@@ -53,6 +53,9 @@ _NEAR = 0.02
 _MORE = 1.03
 #: share of the room that is left when no stages can be cut that fit
 _SMALLER = 0.88
+#: with activations in host memory, others are not tried after so many configurations of which every program
+#: holds more than twice the memory
+_BY_FAR = 6
 
 
 def _never() -> bool:
@@ -114,8 +117,8 @@ class MemoryFitter:
         #: calls that are recomputed -> bytes beyond the budget but for states, with all activations in host
         #: memory that can be there, the least
         self._over_hosted: dict[Hashable, float] = {}
-        #: how many configurations nothing fits of
-        self.failed = 0
+        #: how many configurations nothing fits of, and the least bytes that a program of theirs held too much
+        self.failed, self._least_over = 0, inf
         #: why the last program that was too large for the host's memory was that
         self._host_full: HostFullError | None = None
 
@@ -152,6 +155,8 @@ class MemoryFitter:
 
     def _made(self, solution: CandidateSolution, limit: float, spent: Callable[[], bool]) -> MemoryFit:
         self._host_full = None
+        if self.failed >= _BY_FAR and (self.request.budget or inf) < self._least_over < inf:
+            raise self._failure(solution, None, self._least_over)
         over, fit = self._over(solution)
         if fit is not None and over <= 0:
             return fit
@@ -209,6 +214,8 @@ class MemoryFitter:
             return MemoryFit(slower)
         config = solution.configuration
         self.failed += 1
+        if self.offload.activations:  # of which the search does not know how much may wait in host memory
+            self._least_over = min(self._least_over, *(bytes_ for _, bytes_ in measured))
         self._failed[alike(config)] = max(stored_ways(config.mesh), self._failed.get(alike(config), 0))
         raise self._host_full or self._failure(solution, first, measured[0][1])
 
