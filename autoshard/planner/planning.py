@@ -227,7 +227,7 @@ class PlanningRequest:
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
         found = self.planned_from(source, source.analysed(self.progress))
-        return next((p for p in self._with_expert_chunks(found)), found)
+        return [*self._with_expert_chunks(found), found][0]
 
     def planned_for_device(self, source: Source) -> Planned:
         """The same with what a process takes of its device. Where that is too much even with segments that

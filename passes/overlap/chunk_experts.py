@@ -15,7 +15,19 @@ from dataclasses import replace
 from functools import partial
 
 from autoshard.errors import UsageError
-from autoshard.ir import Arg, Call, Folded, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
+from autoshard.ir import (
+    Arg,
+    Call,
+    CallSite,
+    Folded,
+    Graph,
+    Node,
+    Origin,
+    Ref,
+    TensorType,
+    refs_of,
+    substitute,
+)
 from autoshard.ir.row_tiles import SHAPED
 from autoshard.passes.segment_parts import fresh
 
@@ -98,7 +110,7 @@ def _has_slots(type_: TensorType | None) -> bool:
     return type_ is not None and type_.filled is not None
 
 
-def _either(inner: Mapping[str, Ref], value: str) -> Ref:
+def _of_chunk(inner: Mapping[str, Ref], value: str) -> Ref:
     return inner.get(value) or Ref(value)
 
 
@@ -131,6 +143,8 @@ class _Segment:
         """An op on slots, once per chunk."""
         if not (all(map(_has_slots, node.types)) or node.op in _GIVE | _SUM) or self._is_sized(node):
             raise _refused(self.chunks, "an op takes all slots of a layer at once", node.origin)
+        if any(isinstance(a, CallSite) for a in node.args):
+            raise _refused(self.chunks, "random numbers are drawn for the rows of experts", node.origin)
         given = dict(self.parts)
         if node.op in _TAKE:
             tokens = next(refs_of(node))
@@ -138,7 +152,7 @@ class _Segment:
         made = {out: self.parts.get(out) or self.model.names(out) for out in node.outs}
         for k in range(self.chunks):
             inner = {value: Ref(parts[k]) for value, parts in given.items()}
-            part = substitute(node, partial(_either, inner))
+            part = substitute(node, partial(_of_chunk, inner))
             types = node.types if node.op in _SUM else tuple(t and self.model.one(t) for t in node.types)
             args = (part.args[0], types[0].shape) if node.op in SHAPED and types[0] else part.args
             outs = tuple(made[out][k] for out in node.outs)

@@ -66,7 +66,8 @@ class SliceContext:
     values: what every value of the undivided program is. of: its placement on the axis of slices, if it is
     divided. summed: gradients of which every slice makes a term under their own name. moved: value -> what a
     rank has cut it out of, for an axis of the mesh. again: value that backward makes again -> the value of
-    forward. outer: names in main. cut: what slices of values are, of all layers alike.
+    forward. outer: names in main. cut, calls: slices of values, and of calls of a node, of all layers
+    alike; named: of values by name.
     """
 
     slices: int
@@ -79,13 +80,18 @@ class SliceContext:
     mesh: MeshShape
     outer: Namer
     cut: dict[tuple[PlacedValue, Placement], PlacedValue] = field(default_factory=dict, compare=False)
+    named: dict[tuple[str, Placement], PlacedValue] = field(default_factory=dict, compare=False)
+    calls: dict[tuple[int, SlicedStatement, int], Node] = field(default_factory=dict, compare=False)
 
     def place(self, value: str) -> Placement:
         return self.of.get(value, R)
 
     def sliced(self, value: str, placed: Placement) -> PlacedValue:
         """What a slice of a value is."""
-        return self.sliced_as(self.values[value], placed, value)
+        key = (value, placed)
+        if key not in self.named:
+            self.named[key] = self.sliced_as(self.values[value], placed, value)
+        return self.named[key]
 
     def sliced_as(self, have: PlacedValue, placed: Placement, value: str) -> PlacedValue:
         """What a slice of a value is that lies in another layout."""
@@ -280,6 +286,13 @@ class SliceEmitter:
         fn = self.of.rules.get(self.node.op)
         if fn is None:
             return self._collective(way)
+        # layers share the nodes of their segment
+        key = (id(self.node), way, number)
+        if key not in self.of.calls:
+            self.of.calls[key] = self._localized(fn, way, number)
+        return self.of.calls[key]
+
+    def _localized(self, fn: RuleFn, way: SlicedStatement, number: int) -> Node:
         ins = tuple(self.of.values[v].type for v in self.statement.uses)
         localizer = fn(self.node, ins).local
         if localizer is None:

@@ -110,6 +110,9 @@ class _Finder:
         self.late: dict[str, bool] = {}
         self.cause: dict[str, Statement] = {}
         self.forward = {v for s in whole.all if not s.backward for v in s.makes}
+        #: of nodes, which layers share: their rules, and ways in which an input lies so
+        self._rules: dict[int, Factored | None] = {}
+        self._ways: dict[tuple[int, int, Shard], SlicedStatement | None] = {}
 
     def _type(self, value: str) -> TensorType:
         return self.whole.values[value].type
@@ -193,11 +196,20 @@ class _Finder:
         return SlicedStatement(tuple(have), sums, True)
 
     def _rule(self, statement: Statement) -> Factored | None:
-        fn = self.rules.get(statement.node.op)
-        return None if fn is None else fn(statement.node, [self._type(v) for v in statement.uses])
+        fn, key = self.rules.get(statement.node.op), id(statement.node)
+        if key not in self._rules:
+            types = [self._type(v) for v in statement.uses]
+            self._rules[key] = None if fn is None else fn(statement.node, types)
+        return self._rules[key]
 
     def _split(self, statement: Statement, number: int, placed: Shard) -> SlicedStatement | None:
         """The way in which an input lies like this, if the rule of the op has one."""
+        key = (id(statement.node), number, placed)
+        if key not in self._ways:
+            self._ways[key] = self._split_anew(statement, number, placed)
+        return self._ways[key]
+
+    def _split_anew(self, statement: Statement, number: int, placed: Shard) -> SlicedStatement | None:
         rule = self._rule(statement)
         if rule is None:
             return None
