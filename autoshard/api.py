@@ -99,7 +99,7 @@ def plan(
     chosen = options_from(PlanOptions, overrides, options)
     with stages_said(progress) as say:
         request = request_of(model, mesh, cluster, chosen, target, say)
-        source = _source(model, example_inputs, chosen, rules)
+        source = Source.of_options(model, *split_inputs(example_inputs), chosen, rules)
         return request.planned_for_device(source) if device else request.planned(source)
 
 
@@ -121,7 +121,7 @@ def plan_length_range(
     Raises what `plan` raises, InfeasibleError also where a length that the mesh does not divide does not fit.
     """
     chosen = options_from(PlanOptions, overrides, options)
-    source = _source(model, example_inputs, chosen, rules)
+    source = Source.of_options(model, *split_inputs(example_inputs), chosen, rules)
     with stages_said(progress) as say:
         request = request_of(model, mesh, cluster, chosen, target, say)
         return planner_range.plan_range(request, source, lengths)
@@ -148,24 +148,10 @@ def plan_lengths(
     The others are those of `plan`. Raises what `plan` raises.
     """
     chosen = options_from(PlanOptions, overrides, options)
-    source = _source(model, example_inputs, chosen, rules)
+    source = Source.of_options(model, *split_inputs(example_inputs), chosen, rules)
     with stages_said(progress) as say:
         request = request_of(model, mesh, cluster, chosen, "", say)
         return planner_lengths.plan_lengths(request, source, planner_lengths.parse_lengths(lengths))
-
-
-def _source(model: nn.Module, inputs: Any, options: PlanOptions, rules: Rules) -> Source:
-    return Source(
-        model,
-        *split_inputs(inputs),
-        options.replicate_unknown,
-        rules,
-        options.differentiate,
-        precision=options.precision,
-        tile_rows=options.tile_rows or 0,
-        products=options.products,
-        expert_chunks=options.expert_chunks or 1,
-    )
 
 
 def compile(

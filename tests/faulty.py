@@ -14,6 +14,7 @@ from pipelines import pipeline
 from planned import analysed, planned
 from planned import program as flat
 from sliced import program_of
+from slow_links import without_latency
 
 from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
@@ -105,11 +106,9 @@ def _exchanging(mesh: str, expert_chunks: int = 1) -> Program:
     )
     torch.manual_seed(0)
     model = MixtralForCausalLM(config).train()
-    cluster = load_cluster(CLUSTER)
-    fast = replace(cluster, levels=tuple(replace(level, latency=1e-9) for level in cluster.levels))
     joint = capture(model, (), family("mixtral").inputs())
     analysis = analyse(joint, expert_chunks=expert_chunks)
-    return compile_analysed(plan_analysed(analysis, [Mesh.parse(mesh)], fast))
+    return compile_analysed(plan_analysed(analysis, [Mesh.parse(mesh)], without_latency()))
 
 
 def tiny(cluster: Cluster) -> Cluster:

@@ -1,4 +1,5 @@
-"""Clusters whose links are so slow that everything which sends less is worth it."""
+"""Clusters with links so slow that everything which sends less is worth it, or with messages that begin at
+once."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ from dataclasses import replace
 
 from autoshard.cluster import Cluster, load_cluster
 from autoshard.cluster.cluster import Level
+
+
+def without_latency() -> Cluster:
+    """The CPU cluster with messages that begin at once."""
+    base = load_cluster("cpu-gloo")
+    return replace(base, levels=tuple(replace(level, latency=1e-9) for level in base.levels))
 
 
 def slow_cluster(bandwidth: float = 1e6, nodes_of: int = 0) -> Cluster:

@@ -105,19 +105,9 @@ class ModelCompiler:
     def _source(
         self, model: nn.Module, inputs: Inputs, replicate_unknown: bool, options: PlanOptions
     ) -> Source:
+        source = Source.of_options(model, *inputs, options, self.rules)
         stored = {name: layout for name, layout, _ in options.stored}
-        return Source(
-            model,
-            *inputs,
-            replicate_unknown,
-            self.rules,
-            options.differentiate,
-            stored,
-            options.precision,
-            options.tile_rows or 0,
-            options.products,
-            options.expert_chunks or 1,
-        )
+        return replace(source, replicate_unknown=replicate_unknown, stored=stored)
 
     def _key(self, model: nn.Module, inputs: Inputs, *more: object) -> str:
         if self.options.replicate_unknown:

@@ -80,6 +80,24 @@ class Source:
     expert_chunks: int = 1
 
     @staticmethod
+    def of_options(
+        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: PlanOptions, rules: Rules
+    ) -> Source:
+        """A model as options say. rules: of the user's."""
+        return Source(
+            model,
+            args,
+            kwargs,
+            options.replicate_unknown,
+            rules,
+            options.differentiate,
+            precision=options.precision,
+            tile_rows=options.tile_rows or 0,
+            products=options.products,
+            expert_chunks=options.expert_chunks or 1,
+        )
+
+    @staticmethod
     def of_plan(
         model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, rules: Rules
     ) -> Source:
@@ -300,7 +318,8 @@ class PlanningRequest:
                 analysis = chunked.analysed_from(planned.analysis.captured, self.progress)
                 found = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
                 if _step_of(found) < (1 - _WORTH) * _step_of(best[0]):
-                    best.insert(0, replace(found, plan=_with_warnings(found.plan, plan.warnings)))
+                    warnings = tuple(dict.fromkeys((*found.plan.warnings, *plan.warnings)))
+                    best.insert(0, replace(found, plan=replace(found.plan, warnings=warnings)))
                     continue
             break
         return best[:-1]
@@ -460,11 +479,6 @@ def _same_as(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
     same = [s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks]
     # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
     return [replace(s, batches=(config.batch,)) for s in (*same, Staged(config.mesh))[:1]]
-
-
-def _with_warnings(plan: Plan, texts: Sequence[str]) -> Plan:
-    """The plan with these warnings, too."""
-    return replace(plan, warnings=tuple(dict.fromkeys((*plan.warnings, *texts))))
 
 
 def _exchanges(planned: Planned) -> bool:

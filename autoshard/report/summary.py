@@ -170,7 +170,7 @@ class PlanSummary:
 
     budget_bytes: None without a limit. dual_bound, gap: over all configurations, the gap that of the
     seconds, with stages as they are cut; configuration_bound, configuration_gap: of the chosen mesh and
-    microbatches, before stages are cut.
+    microbatches, before stages are cut. expert_chunks: see `Plan`.
     """
 
     mesh: str

@@ -12,32 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from autoshard.errors import UsageError
-from autoshard.ir import (
-    Arg,
-    Call,
-    CallSite,
-    Folded,
-    Graph,
-    Node,
-    Origin,
-    Ref,
-    TensorType,
-    refs_of,
-    substitute,
-)
+from autoshard.ir import Arg, Call, CallSite, Folded, Graph, Node, Origin, TensorType, refs_of
+from autoshard.ir.graph import renamed
+from autoshard.ir.lowered import PlacedValue
+from autoshard.ir.placement import Shard
 from autoshard.ir.row_tiles import SHAPED
 from autoshard.passes.segment_parts import fresh
+from autoshard.passes.sequence.slice_values import Add, cut, join, sliced_type, total
 
 _ROUTE = "autoshard.route.default"
-_RESHAPE, _SLICE, _CAT, _ADD = (
-    "aten.reshape.default",
-    "aten.slice.Tensor",
-    "aten.cat.default",
-    "aten.add.Tensor",
-)
 #: ops that take a row of every token first, and give slots or the choices that make them
 _TAKE = frozenset(f"autoshard.{name}.default" for name in ("choices", "dispatch", "dispatch_weights"))
 #: ops that give a row of every token, and those that give sums over slots
@@ -74,6 +59,8 @@ class _Chunking:
 
     def __init__(self, folded: Folded, chunks: int) -> None:
         self.folded, self.chunks, self.sequences = folded, chunks, folded.joint.sequences
+        #: where rows of tokens are cut: a chunk has equally many of every sequence
+        self.placed = Shard(0, self.sequences)
         self.taken = {v for g in folded.segments.values() for v in g.types()}
         self.taken |= {p.name for p in folded.joint.ports} | {o for c in folded.calls for o in c.outs}
         #: value of main that has slots -> those of its chunks
@@ -98,7 +85,7 @@ class _Chunking:
 
     def one(self, type_: TensorType) -> TensorType:
         """Of rows of tokens or slots, those of a chunk."""
-        return replace(type_, shape=(type_.shape[0] // self.chunks, *type_.shape[1:]))
+        return sliced_type(type_, self.placed, self.chunks)
 
 
 def _each(values: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -108,10 +95,6 @@ def _each(values: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[
 def _has_slots(type_: TensorType | None) -> bool:
     """Whether its rows are slots, or the choices to which slots refer."""
     return type_ is not None and type_.filled is not None
-
-
-def _of_chunk(inner: Mapping[str, Ref], value: str) -> Ref:
-    return inner.get(value) or Ref(value)
 
 
 class _Segment:
@@ -151,16 +134,12 @@ class _Segment:
             given[tokens] = self._cut(tokens, node)
         made = {out: self.parts.get(out) or self.model.names(out) for out in node.outs}
         for k in range(self.chunks):
-            inner = {value: Ref(parts[k]) for value, parts in given.items()}
-            part = substitute(node, partial(_of_chunk, inner))
+            (part,) = renamed([node], {value: parts[k] for value, parts in (given | made).items()})
             types = node.types if node.op in _SUM else tuple(t and self.model.one(t) for t in node.types)
             args = (part.args[0], types[0].shape) if node.op in SHAPED and types[0] else part.args
-            outs = tuple(made[out][k] for out in node.outs)
-            self.nodes.append(replace(part, args=args, outs=outs, types=types))
-        if node.op in _SUM:
-            self._added(node, made[node.name])
-        elif node.op in _GIVE:
-            self._joined(node, made[node.name])
+            self.nodes.append(replace(part, args=args, types=types))
+        if node.op in _GIVE | _SUM:
+            self._whole(node, made[node.name])
 
     def _is_sized(self, node: Node) -> bool:
         """Whether an argument is the number of slots, of an op that is not known to have a shape there."""
@@ -175,47 +154,29 @@ class _Segment:
             why = f"{type_.shape[0]} tokens are not {sequences} sequences of a multiple of {self.chunks}"
             raise _refused(self.chunks, why, node.origin)
         if tokens not in self.rows:
-            whole, part = self._apart(type_), self._apart(self.model.one(type_))
-            apart = self._add(node, _RESHAPE, (Ref(tokens), whole.shape), whole, tokens)
-            found = []
-            for at in range(0, whole.shape[1], part.shape[1]):
-                some = self._add(node, _SLICE, (Ref(apart), 1, at, at + part.shape[1]), part, tokens)
-                rows = self.model.one(type_)
-                found.append(self._add(node, _RESHAPE, (Ref(some), rows.shape), rows, tokens))
-            self.rows[tokens] = tuple(found)
+            whole, part = PlacedValue(type_, ()), PlacedValue(self.model.one(type_), ())
+            add = self._adder(node, tokens)
+            self.rows[tokens] = tuple(
+                cut(tokens, whole, self.model.placed, k, part, self.chunks, add) for k in range(self.chunks)
+            )
         return self.rows[tokens]
 
-    def _joined(self, node: Node, chunks: Sequence[str]) -> None:
-        """Rows of all tokens, of those of the chunks."""
+    def _whole(self, node: Node, chunks: Sequence[str]) -> None:
+        """What an op gives for all tokens, of what it gives for the chunks: their rows, or their sum."""
         (type_,) = node.types
         assert type_ is not None
-        whole, part = self._apart(type_), self._apart(self.model.one(type_))
-        apart = tuple(Ref(self._add(node, _RESHAPE, (Ref(c), part.shape), part, c)) for c in chunks)
-        joined = self._add(node, _CAT, (apart, 1), whole, node.name)
-        self._add(node, _RESHAPE, (Ref(joined), type_.shape), type_, node.name, node.outs)
+        whole, add = PlacedValue(type_, ()), self._adder(node, node.name, node.name)
+        if node.op in _SUM:
+            total(chunks, whole, add)
+        else:
+            join(chunks, PlacedValue(self.model.one(type_), ()), self.model.placed, whole, add)
 
-    def _added(self, node: Node, chunks: Sequence[str]) -> None:
-        """The sum of what the chunks give."""
-        total = chunks[0]
-        for k, chunk in enumerate(chunks[1:], 2):
-            outs = node.outs if k == len(chunks) else ()
-            total = self._add(node, _ADD, (Ref(total), Ref(chunk)), node.types[0], node.name, outs)
+    def _adder(self, node: Node, base: str, last: str = "") -> Add:
+        """Adds ops beside a node. base: of the names of what they make; last: that of the last one."""
 
-    def _apart(self, type_: TensorType) -> TensorType:
-        """Rows of tokens with sequences as a dim of their own."""
-        sequences = self.model.sequences
-        return replace(type_, shape=(sequences, type_.shape[0] // sequences, *type_.shape[1:]))
+        def add(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
+            name = last if last and not end else fresh(base, self.model.taken, "chunk")
+            self.nodes.append(Node(op, args, (), (name,), (what.type,), node.origin, node.backward))
+            return name
 
-    def _add(
-        self,
-        node: Node,
-        op: str,
-        args: tuple[Arg, ...],
-        type_: TensorType | None,
-        base: str,
-        outs: tuple[str, ...] = (),
-    ) -> str:
-        """An op beside a node; its output. base: of its name, if ``outs`` has none."""
-        outs = outs or (fresh(base, self.model.taken, "chunk"),)
-        self.nodes.append(Node(op, args, (), outs, (type_,), node.origin, node.backward))
-        return outs[0]
+        return add

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from operator import itemgetter
 
@@ -73,10 +73,10 @@ def shortest(graph: Graph, costs: Sequence[float], *, moving: bool) -> float:
 
 def _shortest_order(graph: Graph, costs: Sequence[float]) -> tuple[float, list[int]]:
     """Seconds and positions of the nodes in the shortest of a few orders, of equally short ones the first."""
-    nodes = graph.nodes
+    nodes, scheduling = graph.nodes, _Scheduling(graph, costs)
     played: list[tuple[float, list[int]]] = []
     for critical in (False, True):
-        order = _Scheduling(graph, costs, critical).order()
+        order = scheduling.order(critical=critical)
         played.append((_played([nodes[k] for k in order], [costs[k] for k in order]), order))
     return min(played, key=itemgetter(0))
 
@@ -131,18 +131,17 @@ class _Clock:
 
 @dataclass
 class _Scheduling:
-    """critical: whether what has most seconds of others behind it comes first; else messages, and then what
-    the next message needs."""
-
     graph: Graph
     costs: Sequence[float]
-    critical: bool
 
-    def order(self) -> list[int]:
-        """Positions of the nodes in their new order."""
-        nodes = self.graph.nodes
-        needs = self._needs()
-        urgency = self._urgency(needs)
+    def order(self, *, critical: bool) -> list[int]:
+        """Positions of the nodes in their new order.
+
+        critical: whether what has most seconds of others behind it comes first; else messages, and then what
+        the next message needs.
+        """
+        nodes, needs = self.graph.nodes, self._needs
+        urgency: Sequence[float] = self._critical() if critical else self._for_messages()
         users: list[list[int]] = [[] for _ in nodes]
         for k, found in enumerate(needs):
             for need in found:
@@ -168,6 +167,7 @@ class _Scheduling:
             free = [user for user in users[chosen] if not left[user]]
         return order
 
+    @cached_property
     def _needs(self) -> list[set[int]]:
         """Per node, those before it: what makes what it uses, and the message before it on its axis, of those
         that change layouts."""
@@ -184,12 +184,9 @@ class _Scheduling:
                 last[axis] = k
         return needs
 
-    def _urgency(self, needs: Sequence[set[int]]) -> Sequence[float]:
-        """Per node, less for what is more urgent."""
-        return self._critical(needs) if self.critical else self._for_messages(needs)
-
-    def _critical(self, needs: Sequence[set[int]]) -> list[float]:
-        """Seconds of the longest path to the last of what is waited for, negative."""
+    def _critical(self) -> list[float]:
+        """Per node, seconds of the longest path to the last of what is waited for, negative."""
+        needs = self._needs
         found = [0.0] * len(needs)
         waited = set[int]().union(*needs)
         for k in range(len(needs) - 1, -1, -1):
@@ -199,9 +196,9 @@ class _Scheduling:
                 found[need] = min(found[need], found[k])
         return found
 
-    def _for_messages(self, needs: Sequence[set[int]]) -> list[int]:
-        """The first message that needs it, itself among them: what no message needs comes last."""
-        nodes = self.graph.nodes
+    def _for_messages(self) -> list[int]:
+        """Per node, the first message that needs it, itself among them: what no message needs comes last."""
+        nodes, needs = self.graph.nodes, self._needs
         found = [len(nodes)] * len(nodes)
         for k in range(len(nodes) - 1, -1, -1):
             if is_message(nodes[k]):

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import product
 from math import isfinite, isinf, prod
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from lockstep_check import RTOL, compare_step
 from planned import program
-from slow_links import slow_cluster
+from slow_links import slow_cluster, without_latency
 from torch import nn
 
 from autoshard.api import compile_analysed
@@ -429,9 +428,7 @@ def _wide() -> tuple[nn.Module, dict[str, torch.Tensor], Analysis]:
 def _expert_parallel(mesh: str) -> tuple[Program, nn.Module, dict[str, torch.Tensor]]:
     """A program for a machine without latency."""
     model, inputs, analysis = _wide()
-    cluster = load_cluster("cpu-gloo")
-    levels = tuple(replace(level, latency=1e-9) for level in cluster.levels)
-    plan = plan_analysed(analysis, [Mesh.parse(mesh)], replace(cluster, levels=levels))
+    plan = plan_analysed(analysis, [Mesh.parse(mesh)], without_latency())
     return compile_analysed(plan), model, inputs
 
 

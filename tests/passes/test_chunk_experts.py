@@ -11,12 +11,13 @@ import torch
 from architecture_runner import errors_of
 from architectures import ARCHITECTURES
 from lockstep_check import RTOL
+from slow_links import without_latency
 from torch import nn
 
 import autoshard
 from autoshard.api import compile_analysed, plan_length_range
 from autoshard.capture.capture import capture
-from autoshard.cluster import Cluster, Mesh, load_cluster
+from autoshard.cluster import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Node
 from autoshard.planner.analysis import Analysis, analyse
@@ -74,13 +75,8 @@ def _small(name: str, batch: int = 4, length: int = 8) -> tuple[nn.Module, dict[
     return model, {"input_ids": ids, "labels": ids}
 
 
-def _without_latency() -> Cluster:
-    cluster = load_cluster("cpu-gloo")
-    return replace(cluster, levels=tuple(replace(level, latency=1e-9) for level in cluster.levels))
-
-
 def _program(analysis: Analysis, mesh: str, **more: Any) -> Program:
-    planned = plan_analysed(analysis, [Mesh.parse(mesh)], _without_latency(), reasons=False)
+    planned = plan_analysed(analysis, [Mesh.parse(mesh)], without_latency(), reasons=False)
     return compile_analysed(replace(planned, plan=replace(planned.plan, **more)))
 
 
@@ -112,10 +108,8 @@ def test_one_expert_gets_all_tokens_and_layers_are_recomputed(mesh: str) -> None
     with torch.no_grad():
         for parameter in (p for n, p in model.named_parameters() if n.endswith("gate.weight")):
             parameter.copy_(torch.linspace(-1, 1, len(parameter))[:, None] * parameter[:1])
-    planned = plan_analysed(analysis, [Mesh.parse(mesh)], _without_latency(), reasons=False)
     name = next(c.segment for c in analysis.folded.calls if c.label)
-    again = {name: Recompute("full", 2)}
-    program = compile_analysed(replace(planned, plan=replace(planned.plan, recompute=again)))
+    program = _program(analysis, mesh, recompute={name: Recompute("full", 2)})
     assert len(_nodes(program, "comm.expert_dispatch.")) > 4
     assert verify_static(program).ok
     assert max(errors_of(model, inputs, program).values()) < RTOL

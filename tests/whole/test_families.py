@@ -13,6 +13,7 @@ from lockstep_check import RTOL, compare_step
 from planned import program
 from ranks import HERE, run_ranks
 from sampling import running, sampled
+from slow_links import without_latency
 
 from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
@@ -97,10 +98,8 @@ def _in_pieces(folder: Path, mesh: str, pieces: int) -> dict[str, str]:
 def _in_chunks(folder: Path, chunks: int) -> dict[str, str]:
     """A mixtral whose tokens go to the ranks of their experts in chunks: messages cost nothing to begin."""
     model, inputs = family("mixtral").make()
-    cluster = load_cluster("cpu-gloo")
-    fast = replace(cluster, levels=tuple(replace(level, latency=1e-9) for level in cluster.levels))
-    analysis = analyse(capture(model, (), inputs), expert_chunks=chunks)
-    made = compile_analysed(plan_analysed(analysis, [Mesh.parse("fsdp=2,ep=2")], fast, reasons=False))
+    analysis, mesh = analyse(capture(model, (), inputs), expert_chunks=chunks), Mesh.parse("fsdp=2,ep=2")
+    made = compile_analysed(plan_analysed(analysis, [mesh], without_latency(), reasons=False))
     ops = [node.op for s in made.lowered.segments.values() for node in s.graph.nodes]
     assert ops.count("comm.expert_dispatch.default") == 2 * chunks, "forward and backward"
     path = folder / f"mixtral-in-{chunks}-chunks"
