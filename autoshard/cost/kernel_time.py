@@ -185,14 +185,15 @@ def attention_rate(dtype: str, backward: bool, device: Device, *, native: bool =
     return device.peak_flops.get(dtype, device.peak_flops["f32"]) * part * kernels.clock
 
 
-def traffic_seconds(nbytes: float, device: Device, *, launch: bool = True) -> float:
+def traffic_seconds(nbytes: float, device: Device, *, launch: bool = True, starts: bool = True) -> float:
     """Seconds of a kernel that moves nbytes, at kernels.traffic of the bandwidth, or half (small).
 
-    What fits in caches (kernels.cache) is moved faster.
+    What fits in caches (kernels.cache) is moved faster. starts: whether it has to reach the bandwidth first,
+    which a part of a kernel has not.
     """
     if not nbytes:
         return 0.0
     kernels = device.kernels
     near = min(nbytes, kernels.cache)
-    busy = (nbytes - near + near / kernels.cached + kernels.small) / device.traffic
+    busy = (nbytes - near + near / kernels.cached + starts * kernels.small) / device.traffic
     return busy + (device.launch_overhead if launch else 0.0)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.cluster.cluster import Device
 from autoshard.cost.collective import seconds
-from autoshard.cost.compute import compute_seconds, roofline
+from autoshard.cost.compute import compute_seconds, flop_rate, roofline
 from autoshard.cost.kernel_time import (
     aligned_rate,
     attention_rate,
@@ -57,6 +57,8 @@ class CostModel:
         turned: tuple[bool, bool] = (False, False),
         waves: bool = False,
         inside: Sequence[bool] = (),
+        *,
+        joined: bool = False,
     ) -> NDArray[np.float64]:
         """Seconds of computing of one call in each of its states, on the fullest rank; [states].
 
@@ -66,6 +68,7 @@ class CostModel:
         of its operands lies in memory by its other dim. waves: whether the last wave of tiles, which may be
         nearly empty, counts where there are more of them with more sequences: they then may take less each.
         inside: which values never leave a kernel where chains are compiled (`rules.chains`), ins first.
+        joined: whether it is a part of one that another op begins there.
         """
         if rule.kind == "view" or not states:
             return np.zeros(len(states))
@@ -102,6 +105,8 @@ class CostModel:
         elif rule.kernel == "" and rule.kind == "matmul":
             # experts and convolutions: every sum takes as much longer as a tile takes to begin and to end
             flops += np.where(flops > 0, 2.0 * begin_and_end(dtype, device) * sums, 0.0)
+        if joined and device.compiled:
+            return roofline(flops, moved, flop_rate(dtype, device, matmul=False), device.traffic, 0.0)
         if rule.kernel in ("", "product"):
             return compute_seconds(flops, moved, dtype, device, matmul=rule.kind == "matmul")
         # torch's kernel, as for `simulate.behaviour.Behaviour`

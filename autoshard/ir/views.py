@@ -18,12 +18,13 @@ UNIT_DIMS = frozenset(
 ALIASES = frozenset(("aten.alias.default", "aten.detach.default"))
 #: the elements in another type: no views, as these have storage of their own
 CASTS = frozenset(("aten._to_copy.default", "prims.convert_element_type.default"))
-_PARTS = frozenset(
+#: some of the elements
+PARTS = frozenset(
     f"aten.{name}"
     for name in ("slice.Tensor", "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int")
 )
 #: ops that only look at their input in another way
-VIEWS = RESHAPES | TRANSPOSES | UNIT_DIMS | ALIASES | _PARTS
+VIEWS = RESHAPES | TRANSPOSES | UNIT_DIMS | ALIASES | PARTS
 
 
 def view_roots(segment: LoweredSegment) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -10,6 +10,7 @@ from autoshard.cost.collective import link_of
 from autoshard.ir import Node, refs_of
 from autoshard.ir.collectives import is_ring
 from autoshard.ir.lowered import PlacedValue
+from autoshard.rules.chains import ALONE, InKernel
 from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.op_work import Ops
 from autoshard.simulate.rings import alone
@@ -30,20 +31,25 @@ class NodePrices:
         self.ops, self.overlap = Ops(mesh, mesh.coords(0), behaviour), cluster.device.overlap
         self.price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
         #: by identity of a node -> (the node, names of its values, what they are, seconds)
-        self._cache: dict[int, tuple[Node, tuple[str, ...], list[object], float]] = {}
+        self._cache: dict[int, tuple[Node, tuple[str, ...], object, float]] = {}
 
-    def __call__(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str] = ()) -> float:
+    def __call__(self, node: Node, values: Mapping[str, PlacedValue], kernel: InKernel = ALONE) -> float:
         cached = self._cache.get(id(node))
         if cached is not None:
             _, names, values_of, seconds = cached
-            if values_of == [(values.get(n), n in inside) for n in names]:
+            if values_of == _around(names, values, kernel):
                 return seconds
         names = (*refs_of(node), *node.outs)
-        seconds = self._seconds(node, values, inside if self.ops.behaviour.fused else ())
-        self._cache[id(node)] = node, names, [(values.get(n), n in inside) for n in names], seconds
+        seconds = self._seconds(node, values, kernel if self.ops.behaviour.fused else ALONE)
+        self._cache[id(node)] = node, names, _around(names, values, kernel), seconds
         return seconds
 
-    def _seconds(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str]) -> float:
+    def _seconds(self, node: Node, values: Mapping[str, PlacedValue], kernel: InKernel) -> float:
         if is_ring(node):
             return alone(self.ops.in_order(node, values), self.price, self.overlap)
-        return sum(self.price(work) for work in self.ops.work(node, values, inside))
+        return sum(self.price(work) for work in self.ops.work(node, values, kernel))
+
+
+def _around(names: Sequence[str], values: Mapping[str, PlacedValue], kernel: InKernel) -> object:
+    """All that the price of an op depends on."""
+    return kernel.joined, [(values.get(n), n in kernel.unmoved) for n in names]

@@ -82,7 +82,7 @@ def segments_of(program: Program, pricer: Pricer, decisions: Decisions) -> Itera
         entry = called.get(name, _Called())
         values = segment.placed()
         nodes = tuple(
-            _node(node, note, values, names, pricer, decisions)
+            _node(node, note, values, names, pricer, decisions, name)
             for node, note in zip(segment.graph.nodes, program.notes[name], strict=True)
         )
         inputs = tuple(
@@ -143,8 +143,9 @@ def _node(
     names: Sequence[str],
     pricer: Pricer,
     decisions: Decisions,
+    segment: str = "",
 ) -> dict[str, Any]:
-    cost = pricer.node(node, values)
+    cost = pricer.node(node, values, pricer.kernel(segment, node))
     refs = list(dict.fromkeys(refs_of(node)))
     placed = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t is not None]
     row: dict[str, Any] = {

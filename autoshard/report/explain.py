@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import LookupSubject, Place, ProgramIndex, result_of
-from autoshard.rules.chains import kernel_of
+from autoshard.rules.chains import ALONE, InKernel, kernel_of
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, largest margin first
@@ -275,7 +275,7 @@ class _Explainer:
         """Seconds (computing, communication) of a microbatch in a module and those alike."""
         compute = comm = 0.0
         for place, node, segment in self._inside(module):
-            cost = self.prices.node(node, segment.placed(), self._within_kernels(place))
+            cost = self.prices.node(node, segment.placed(), self._kernel(place, node))
             calls = self._calls(place)
             compute, comm = compute + calls * cost.compute, comm + calls * cost.comm
         return compute, comm
@@ -306,15 +306,16 @@ class _Explainer:
         assert isinstance(call, Call)
         return call
 
-    def _within_kernels(self, place: Place) -> Collection[str]:
-        """Values of the segment of a place that stay inside fused kernels."""
-        return () if place.call is None else self.prices.inside.get(self._call(place).segment, ())
+    def _kernel(self, place: Place, node: Node) -> InKernel:
+        """The fused kernel that an op is a part of."""
+        return ALONE if place.call is None else self.prices.kernel(self._call(place).segment, node)
 
     def _fused(self, place: Place) -> tuple[str, ...]:
         """Ops of the fused kernel that makes a value."""
         if place.call is None or not self.prices.ops.behaviour.fused:
             return ()
-        return kernel_of(self.lowered.segments[self._call(place).segment].graph.nodes, place.value)
+        graph = self.lowered.segments[self._call(place).segment].graph
+        return kernel_of(graph.nodes, graph.outputs, place.value)
 
     def _calls(self, place: Place) -> int:
         """How often a microbatch runs what makes a value."""
@@ -362,7 +363,7 @@ class _Explainer:
             layout_text(layout, self.names),
             0.0 if type_ is None else self.prices.bytes_of(type_, layout),
             0.0 if type_ is None else float(type_.nbytes),
-            self.prices.node(node, values, self._within_kernels(place)).seconds,
+            self.prices.node(node, values, self._kernel(place, node)).seconds,
             source,
             why.reason,
             why.alternative,

@@ -2,62 +2,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.scaled import CAST_SCALED
-from autoshard.ir.views import VIEWS
+from autoshard.ir.views import PARTS, VIEWS
 from autoshard.rules import pointwise
 
-#: ops that chains in one kernel are made of: elementwise, and sums over rows
-CHAINED = frozenset(
-    (*pointwise.RULES, "aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", CAST_SCALED)
-)
+_SUMS = ("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default")
+_PLACED = ("aten.cat.default", "aten.slice_backward.default", "aten.constant_pad_nd.default")
+#: ops that chains in one kernel are made of: elementwise, sums over rows, and parts put beside each other
+CHAINED = frozenset((*pointwise.RULES, *_SUMS, *_PLACED, CAST_SCALED))
 
 
-def inside_chains(
-    nodes: Sequence[Node], outputs: Collection[str], dropped: frozenset[str] = frozenset()
-) -> frozenset[str]:
-    """Values that stay inside fused kernels: made elementwise, and read by elementwise ops or row sums alone.
+class InKernel(NamedTuple):
+    """An op in a fused kernel. unmoved: values that it neither reads from memory nor writes there. joined:
+    whether ops before it have begun the kernel."""
 
-    nodes, outputs: of a graph. dropped: outputs and inputs that no kernel keeps, though the program does.
+    unmoved: frozenset[str] = frozenset()
+    joined: bool = False
+
+    def among(self, values: Sequence[str]) -> tuple[bool, ...]:
+        """Which of its values an op does not move, () if none."""
+        found = tuple([value in self.unmoved for value in values])
+        return found if any(found) else ()
+
+
+#: an op that is a kernel
+ALONE = InKernel()
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The fused kernels of a graph.
+
+    inside: values that no kernel writes or reads. shared: by the results of an op, values that an op before
+    it in its kernel has read or made already. kernels: by the results of an op, the number of its kernel.
+    joined: results of ops in kernels that others have begun.
     """
-    users: dict[str, list[Node]] = {}
-    alias: dict[str, str] = {}
-    for node in nodes:
-        names = [alias.get(n, n) for n in dict.fromkeys(refs_of(node))]
-        if node.op in VIEWS:
-            alias.update(dict.fromkeys(node.outs, names[0]) if names else {})
-            continue
-        for name in names:
-            users.setdefault(name, []).append(node)
-    out = {alias.get(n, n) for n in outputs} - dropped
-    made = {o: n for n in nodes for o in n.outs}
-    inside = {
-        name
-        for name, node in made.items()
-        if node.op in CHAINED
-        and name not in out
-        and (users.get(name) or name in dropped)
-        and all(u.op in CHAINED for u in users.get(name, ()))
-    }
-    inside |= {name for name in dropped if name not in made}
-    return frozenset(inside | {a for a, root in alias.items() if root in inside})
+
+    inside: frozenset[str]
+    shared: Mapping[tuple[str, ...], frozenset[str]]
+    kernels: Mapping[tuple[str, ...], int]
+    joined: frozenset[tuple[str, ...]]
+
+    @staticmethod
+    def of(nodes: Sequence[Node], outputs: Collection[str], dropped: frozenset[str] = frozenset()) -> Chains:
+        """nodes, outputs: of a graph. dropped: outputs and inputs that no kernel keeps, though the program
+        does."""
+        return _Fusing(nodes, outputs, dropped).chains()
+
+    def of_node(self, node: Node) -> InKernel:
+        """What of the cost of an op its kernel takes."""
+        more = self.shared.get(node.outs)
+        return InKernel(self.inside if more is None else self.inside | more, node.outs in self.joined)
 
 
-def kernel_of(nodes: Sequence[Node], value: str) -> tuple[str, ...]:
+#: where every op is a kernel
+NO_CHAINS = Chains(frozenset(), MappingProxyType({}), MappingProxyType({}), frozenset())
+
+
+class _Fusing:
+    """Ops that can be one kernel: linked by their values, with no other op on a way between the two.
+
+    alias: view -> what it is a view of. viewed: view -> (what it looks at, whether at all of it). users: of
+    every value, which of the ops. stage: of every chained op, how many other ops its values go through at
+    most before it may run: as few as its inputs need, or, where chained ops alone read it, as many as the
+    first of these, in which it is then computed.
+    """
+
+    def __init__(self, nodes: Sequence[Node], outputs: Collection[str], dropped: frozenset[str]) -> None:
+        self.nodes, self.dropped = nodes, dropped
+        self.alias: dict[str, str] = {}
+        self.viewed: dict[str, tuple[str, bool]] = {}
+        self.users: dict[str, list[int]] = {}
+        self.taken: list[list[str]] = []
+        self.makers: dict[str, int] = {}
+        for number, node in enumerate(nodes):
+            names = [self.alias.get(n, n) for n in dict.fromkeys(refs_of(node))]
+            self.taken.append(list(dict.fromkeys(names)))
+            if node.op in VIEWS:
+                if names:
+                    self.alias.update(dict.fromkeys(node.outs, names[0]))
+                    self.viewed.update(dict.fromkeys(node.outs, (next(refs_of(node)), node.op not in PARTS)))
+                continue
+            self.makers.update(dict.fromkeys(node.outs, number))
+            for name in names:
+                self.users.setdefault(name, []).append(number)
+        self.out = {self.alias.get(n, n) for n in outputs} - dropped
+        self.stage = self._stages()
+
+    def _stages(self) -> dict[int, int]:
+        ready: dict[str, int] = {}
+        found: dict[int, int] = {}
+        for number, node in enumerate(self.nodes):
+            if node.op in VIEWS:
+                continue
+            stage = max((ready.get(name, 0) for name in self.taken[number]), default=0)
+            if node.op in CHAINED:
+                found[number] = stage
+            ready.update(dict.fromkeys(node.outs, stage + (node.op not in CHAINED)))
+        for number in reversed(found):
+            outs = self.nodes[number].outs
+            users = [user for out in outs for user in self.users.get(out, ())]
+            if users and self.out.isdisjoint(outs) and all(user in found for user in users):
+                found[number] = min(found[user] for user in users)
+        return found
+
+    def chains(self) -> Chains:
+        inside = {name for name in self.makers if self._is_inside(name)}
+        inside |= {name for name in self.dropped if name not in self.makers}
+        kernels = self._kernels()
+        shared: dict[tuple[str, ...], frozenset[str]] = {}
+        joined: set[tuple[str, ...]] = set()
+        reached: set[tuple[int, str]] = set()  # values that a kernel has read or made
+        begun: set[int] = set()
+        for number, kernel in kernels.items():
+            node = self.nodes[number]
+            refs = dict.fromkeys(refs_of(node))
+            more = {r for r in refs if any((kernel, name) in reached for name in self._wholes(r))}
+            if more:
+                shared[node.outs] = frozenset(more)
+            if kernel in begun:
+                joined.add(node.outs)
+            elif any(v not in more and self.alias.get(v, v) not in inside for v in (*refs, *node.outs)):
+                begun.add(kernel)
+            reached.update((kernel, next(self._wholes(name))) for name in (*refs, *node.outs))
+        views = {a for a, root in self.alias.items() if root in inside}
+        numbers = {self.nodes[n].outs: k for n, k in kernels.items()}
+        return Chains(frozenset(inside | views), shared, numbers, frozenset(joined))
+
+    def _wholes(self, name: str) -> Iterator[str]:
+        """The first of its elements that a value is a view of, and what that is a part of."""
+        while name in self.viewed:
+            source, all_of_it = self.viewed[name]
+            if not all_of_it:
+                yield name
+            name = source
+        yield name
+
+    def _is_inside(self, name: str) -> bool:
+        """Whether a value is made elementwise, and read in the same kernels alone."""
+        maker, users = self.makers[name], self.users.get(name, ())
+        return (
+            maker in self.stage
+            and name not in self.out
+            and bool(users or name in self.dropped)
+            and all(self.stage.get(user) == self.stage[maker] for user in users)
+        )
+
+    def _kernels(self) -> dict[int, int]:
+        """By chained op, in order, a number of its kernel. Sums over other dims than the last go through
+        memory in another order: they and what they alone read are kernels of their own."""
+        column: dict[int, int] = {}
+        for number in reversed(self.stage):
+            node = self.nodes[number]
+            users = {
+                column.get(user) if user in self.stage else None
+                for out in node.outs
+                for user in self.users.get(out, ())
+            }
+            (only,) = users if len(users) == 1 and self.out.isdisjoint(node.outs) else (None,)
+            mine = number if _sums_columns(node) else only
+            if mine is not None:
+                column[number] = mine
+        kernel: dict[int, int] = {}
+        readers: dict[tuple[object, ...], int] = {}  # of a value, in one place and order
+        for number in self.stage:
+            node = self.nodes[number]
+            at = self.stage[number], column.get(number)
+            linked = {
+                kernel[maker]
+                for name in self.taken[number]
+                if (maker := self.makers.get(name)) in kernel and (self.stage[maker], column.get(maker)) == at
+            }
+            shape = node.types[0].shape if node.types[0] is not None else ()
+            keys = [(name, shape, *at) for r in dict.fromkeys(refs_of(node)) for name in self._wholes(r)]
+            linked |= {kernel[readers[key]] for key in keys if key in readers}
+            first = min(linked, default=number)
+            kernel[number] = first
+            kernel.update({n: first for n, k in kernel.items() if k in linked})
+            readers.update((key, number) for key in keys)
+        return kernel
+
+
+def _sums_columns(node: Node) -> bool:
+    """Whether an op sums over other dims than the last one alone."""
+    if node.op not in _SUMS or node.types[0] is None:
+        return False
+    dims = node.args[1] if len(node.args) > 1 else None
+    if not dims:
+        return True
+    keeps = node.args[2] if len(node.args) > 2 else node.kwarg("keepdim", False)
+    rank = len(node.types[0].shape) + (0 if keeps else len(dims))
+    return any(dim % rank != rank - 1 for dim in dims)
+
+
+def kernel_of(nodes: Sequence[Node], outputs: Collection[str], value: str) -> tuple[str, ...]:
     """The ops of the fused kernel that makes a value, in order, by their first results; () if it is alone.
 
-    nodes: of a graph. What the kernel hands to others is written, but not read within it.
+    nodes, outputs: of a graph. What the kernel hands to others is written, but not read within it.
     """
-    kernels: dict[str, set[str]] = {}  # of every value that a chained op makes, and of views of it
+    alias: dict[str, str] = {}
     for node in nodes:
-        taken = [kernels[name] for name in dict.fromkeys(refs_of(node)) if name in kernels]
         if node.op in VIEWS:
-            kernels.update(dict.fromkeys(node.outs, taken[0]) if taken else {})
-        elif node.op in CHAINED:
-            joined = {node.name}.union(*taken)
-            kernels.update({name: joined for name, ops in kernels.items() if ops & joined})
-            kernels.update(dict.fromkeys(node.outs, joined))
-    kernel = kernels.get(value, set())
-    return tuple(n.name for n in nodes if n.name in kernel) if len(kernel) > 1 else ()
+            alias.update(dict.fromkeys(node.outs, alias.get(n, n)) if (n := next(refs_of(node), "")) else {})
+    kernels = Chains.of(nodes, outputs).kernels
+    root = alias.get(value, value)
+    number = next((k for outs, k in kernels.items() if root in outs), None)
+    ops = tuple(outs[0] for outs, k in kernels.items() if k == number)
+    return ops if len(ops) > 1 else ()

@@ -21,6 +21,7 @@ from autoshard.ir.scaled import SCALED_MM, copies_of, rate_of
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
 from autoshard.rules import attention, experts, matmul, scaled
+from autoshard.rules.chains import ALONE, InKernel
 from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.work import (
@@ -110,14 +111,14 @@ class Ops:
         self,
         node: Node,
         values: Mapping[str, PlacedValue],
-        inside: Collection[str] = (),
+        kernel: InKernel = ALONE,
         weights: Collection[str] = (),
         narrow: Collection[str] = (),
     ) -> list[Work]:
         """What an op does, one piece after the other; nothing for a view.
 
-        values: of the graph that it stands in. inside: those that stay inside fused kernels. weights: those
-        that are parameters. narrow: those that are gathered as narrow copies.
+        values: of the graph that it stands in. kernel: that it is a part of. weights: values that are
+        parameters. narrow: those that are gathered as narrow copies.
         """
         if node.op in VIEWS:
             return []
@@ -137,7 +138,7 @@ class Ops:
             dtype = self.behaviour.product_dtype or dtype
             if node.op not in experts.RULES:
                 return [*narrowed, self._product(ins, outs[0], dtype)]
-            moved = self._moved(node, values, inside)
+            moved = self._moved(node, values, kernel.unmoved)
             return [*narrowed, *self._other_products(node, ins, outs, dtype, moved)]
         if node.op == SCALED_MM:
             rate, left, right = rate_of(ins[0].type.dtype), ins[-2], ins[-1]
@@ -149,23 +150,23 @@ class Ops:
             return self._attention(node, ins, outs, dtype)
         if node.op == TILES:
             return [self._tiled(node)]
-        moved = self._moved(node, values, inside)
+        moved = self._moved(node, values, kernel.unmoved)
         if node.op == _NORM_BACKWARD:
             moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])
         if node.op in PRODUCTS:
             return self._other_products(node, ins, outs, dtype, moved)
-        kernel = specs().get(node.op)
-        if kernel is not None:
-            cost = kernel.cost([self._operand(v) for v in ins], [self._operand(v) for v in outs])
+        written = specs().get(node.op)
+        if written is not None:
+            cost = written.cost([self._operand(v) for v in ins], [self._operand(v) for v in outs])
             return [MemoryWork(cost.moved, cost.flop)]
         numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
-        return [MemoryWork(moved, float(numel))]
+        return [MemoryWork(moved, float(numel), kernel.joined)]
 
     def in_order(
         self,
         node: Node,
         values: Mapping[str, PlacedValue],
-        inside: Collection[str] = (),
+        kernel: InKernel = ALONE,
         weights: Collection[str] = (),
         narrow: Collection[str] = (),
     ) -> list[rings.Beat]:
@@ -173,16 +174,16 @@ class Ops:
         one before."""
         if is_ring(node):
             return rings.beats(node, values, self)
-        works = self.work(node, values, inside, weights, narrow)
+        works = self.work(node, values, kernel, weights, narrow)
         return [rings.Beat(work, (k - 1,) if k else ()) for k, work in enumerate(works)]
 
     def _operand(self, placed: PlacedValue) -> Operand:
         return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
 
-    def _moved(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str]) -> float:
-        """Bytes that an op reads and writes, but for values inside fused kernels."""
+    def _moved(self, node: Node, values: Mapping[str, PlacedValue], unmoved: Collection[str]) -> float:
+        """Bytes that an op reads and writes, but for some values."""
         names = dict.fromkeys((*refs_of(node), *node.outs))
-        return sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
+        return sum(self.nbytes(values[n]) for n in names if n in values and n not in unmoved)
 
     def _narrowed(self, nbytes: float, dtype: str) -> list[Work]:
         """Making narrow copies of factors of so many bytes."""

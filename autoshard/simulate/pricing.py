@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop
 from autoshard.ir.row_tiles import TILES
 from autoshard.program.program import Program
-from autoshard.rules.chains import inside_chains
+from autoshard.rules.chains import ALONE, NO_CHAINS, Chains, InKernel
 from autoshard.simulate.behaviour import Behaviour, behaviour_on
 from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
@@ -80,10 +80,10 @@ class Pricer:
         """Bytes of a value on the rank."""
         return self.ops.bytes_of(type_, layout)
 
-    def node(self, node: Node, values: Mapping[str, PlacedValue], inside: Collection[str] = ()) -> NodeCost:
-        """One op, given where the values of its graph lie. inside: those that stay inside fused kernels."""
+    def node(self, node: Node, values: Mapping[str, PlacedValue], kernel: InKernel = ALONE) -> NodeCost:
+        """One op, given where the values of its graph lie. kernel: that it is a part of."""
         compute = comm = wire = 0.0
-        for work in self.ops.work(node, values, inside):
+        for work in self.ops.work(node, values, kernel):
             if isinstance(work, CollectiveWork):
                 size = self.mesh.sizes[work.axis]
                 comm += self.price(work)
@@ -116,15 +116,19 @@ class Pricer:
     @cached_property
     def _segments(self) -> dict[str, SegmentCost]:
         return {
-            name: self._sum(segment.graph.nodes, segment.placed(), self.inside.get(name, ()))
+            name: self._sum(segment.graph.nodes, segment.placed(), self.chains.get(name, NO_CHAINS))
             for name, segment in self.program.lowered.segments.items()
         }
 
     @cached_property
-    def inside(self) -> Mapping[str, frozenset[str]]:
-        """By segment, values that stay inside fused kernels; none where every op is a kernel."""
+    def chains(self) -> Mapping[str, Chains]:
+        """By segment, what fused kernels keep to themselves; none where every op is a kernel."""
         segments = self.program.lowered.segments if self.ops.behaviour.fused else {}
-        return {k: inside_chains(s.graph.nodes, s.graph.outputs) for k, s in segments.items()}
+        return {k: Chains.of(s.graph.nodes, s.graph.outputs) for k, s in segments.items()}
+
+    def kernel(self, segment: str, node: Node) -> InKernel:
+        """The fused kernel that an op of a segment is a part of."""
+        return self.chains.get(segment, NO_CHAINS).of_node(node)
 
     def segment(self, name: str) -> SegmentCost:
         """One call of a segment."""
@@ -136,9 +140,9 @@ class Pricer:
         return total([own, *(self.segment(i.segment) for i in items if isinstance(i, Call))])
 
     def _sum(
-        self, nodes: Iterable[Node], values: Mapping[str, PlacedValue], inside: Collection[str] = ()
+        self, nodes: Iterable[Node], values: Mapping[str, PlacedValue], chains: Chains = NO_CHAINS
     ) -> SegmentCost:
-        costs = [(n, self.node(n, values, inside)) for n in nodes]
+        costs = [(n, self.node(n, values, chains.of_node(n))) for n in nodes]
         return SegmentCost(
             sum(c.compute for _, c in costs),
             sum(c.comm for _, c in costs),

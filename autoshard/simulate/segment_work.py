@@ -12,7 +12,7 @@ from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.rules import attention
-from autoshard.rules.chains import inside_chains
+from autoshard.rules.chains import NO_CHAINS, Chains
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.framework_saved import Keeping
 from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
@@ -97,12 +97,12 @@ class Sheets:
         weights: frozenset[str] = frozenset(),
     ) -> Sheet:
         sources: dict[str, int] = {name: ~k for k, name in enumerate(inputs)}
-        kept, narrow = self.inside(nodes, outputs, dropped), self.narrow(nodes)
+        chains, narrow = self.chains(nodes, outputs, dropped), self.narrow(nodes)
         tasks: list[OpTask] = []
         views: dict[int, int] = {}  # of every task
         for node in nodes:
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
-            beats = self.ops.in_order(node, values, kept, weights, narrow)
+            beats = self.ops.in_order(node, values, chains.of_node(node), weights, narrow)
             if node.op in VIEWS or (not beats and exact_transfer(node) == "slice"):
                 source = used[0] if used else None
                 if source is not None:
@@ -119,11 +119,11 @@ class Sheets:
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
         return Sheet(_with_views(tasks, views), tuple(sources[name] for name in outputs))
 
-    def inside(
+    def chains(
         self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()
-    ) -> frozenset[str]:
-        """Values that stay inside fused kernels; see `inside_chains`."""
-        return inside_chains(nodes, outputs, dropped) if self.behaviour.fused else frozenset()
+    ) -> Chains:
+        """What fused kernels keep to themselves; nothing where every op is a kernel."""
+        return Chains.of(nodes, outputs, dropped) if self.behaviour.fused else NO_CHAINS
 
     def narrow(self, nodes: Sequence[Node]) -> frozenset[str]:
         """Values that are gathered as narrow copies, as only products of narrow factors take them, and what

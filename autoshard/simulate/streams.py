@@ -131,7 +131,7 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
         case HostWork():
             return 0.0
         case _:
-            return traffic_seconds(work.nbytes, device)
+            return traffic_seconds(work.nbytes, device, launch=not work.joined, starts=not work.joined)
 
 
 @dataclass(frozen=True)

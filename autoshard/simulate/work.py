@@ -46,10 +46,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWork:
-    """A kernel that is bound by memory. nbytes: read and written. flop: on the vector units."""
+    """A kernel that is bound by memory. nbytes: read and written. flop: on the vector units. joined: whether
+    it is a part of one that other work has begun."""
 
     nbytes: float
     flop: float = 0.0
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

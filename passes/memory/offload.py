@@ -23,6 +23,7 @@ from autoshard.ir.offload import HOST_OPS, Offload
 from autoshard.passes.memory.host_calls import HostCalls
 from autoshard.passes.memory.host_storages import StorageGroup, groups_of
 from autoshard.passes.overlap.schedule_ops import Seconds, node_seconds
+from autoshard.rules.chains import ALONE
 
 #: uses of a loaded value that are so many computing calls apart share one load
 _NEAR = 1
@@ -90,7 +91,7 @@ class _Work:
     def _compute(self, item: Instruction) -> float:
         """Seconds of computing of an instruction."""
         if not isinstance(item, Call):
-            return 0.0 if _moves(item.op) else self.how.seconds(item, self.lowered.values, ())
+            return 0.0 if _moves(item.op) else self.how.seconds(item, self.lowered.values, ALONE)
         if item.segment not in self._seconds:
             segment = self.lowered.segments[item.segment]
             each = zip(segment.graph.nodes, node_seconds(segment, self.how.seconds), strict=True)

@@ -18,6 +18,7 @@ from autoshard.ir import Call, Graph, Node, refs_of
 from autoshard.ir.collectives import is_message, is_ring
 from autoshard.ir.lowered import Instruction, Lowered, StagePart, with_parts
 from autoshard.passes.overlap.schedule_ops import Seconds, node_seconds
+from autoshard.rules.chains import ALONE
 
 
 def early_reductions(lowered: Lowered, seconds: Seconds) -> Lowered:
@@ -114,7 +115,7 @@ class _Costs:
             values = segment.placed()
             found = (_message(segment.graph, value) for value in segment.graph.outputs)
             self._on_their_way[name] = tuple(
-                0.0 if n is None else self._seconds(n, values, ()) for n in found
+                0.0 if n is None else self._seconds(n, values, ALONE) for n in found
             )
         return self._on_their_way[name]
 

@@ -20,6 +20,7 @@ from autoshard.ir.statements import Statement, Statements, by_part, regrouped, s
 from autoshard.passes.overlap.gather_once import gathers_of
 from autoshard.passes.overlap.schedule_ops import Seconds, node_seconds
 from autoshard.passes.stages.part_names import parts_named
+from autoshard.rules.chains import ALONE
 
 #: a call is passed over for one that computes so many times as long
 _LONGER = 2.0
@@ -93,7 +94,7 @@ class _Costs:
     def _one(self, statement: Statement) -> float:
         item = self.lowered.main[statement.item]
         if not isinstance(item, Call):
-            return self.seconds(item, self.lowered.values, ())
+            return self.seconds(item, self.lowered.values, ALONE)
         found = self._of.get(item.segment)
         if found is None:
             segment = self.lowered.segments[item.segment]

@@ -9,7 +9,7 @@ exchanges of tokens may pass them. All ranks run the same text and share its ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from heapq import heappop, heappush
@@ -19,10 +19,10 @@ from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.collectives import axes_of, goes_in_turn, is_message, is_ring, spec_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.passes.simplify.segment_cache import SegmentCache
-from autoshard.rules.chains import inside_chains
+from autoshard.rules.chains import Chains, InKernel
 
-#: seconds of a node, given the types and layouts of the values around it, and which are inside fused kernels
-Seconds = Callable[[Node, Mapping[str, PlacedValue], Collection[str]], float]
+#: seconds of a node, given the types and layouts of the values around it, and the fused kernel that it is in
+Seconds = Callable[[Node, Mapping[str, PlacedValue], InKernel], float]
 #: a new order has to save this share of a segment
 _WORTH = 1e-3
 
@@ -30,8 +30,8 @@ _WORTH = 1e-3
 def node_seconds(segment: LoweredSegment, seconds: Seconds) -> list[float]:
     """Of each node of a segment."""
     graph, values = segment.graph, segment.placed()
-    inside = inside_chains(graph.nodes, graph.outputs)
-    return [seconds(node, values, inside) for node in graph.nodes]
+    chains = Chains.of(graph.nodes, graph.outputs)
+    return [seconds(node, values, chains.of_node(node)) for node in graph.nodes]
 
 
 def overlap(lowered: Lowered, seconds: Seconds, known: SegmentCache) -> Lowered:

@@ -23,6 +23,7 @@ from autoshard.errors import UsageError
 from autoshard.ir import TensorType
 from autoshard.ir.flow import Place, PortClass
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, layout_ok, shard_of_digit
+from autoshard.rules.chains import InKernel
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState, op_states
 from autoshard.search.problem.cost_entries import (
@@ -283,16 +284,16 @@ class _Builder:
 
     def _busy(self, name: str, number: int, var: int, call: CallGroup, recomputed: tuple[str, bool]) -> None:
         """Computing of a call, and what recomputing it adds."""
-        count, kind = self.counts[name], self.kinds[name, number]
+        count = self.counts[name]
         if recomputed[0] and self.cost.device.compiled:
-            chains, outs = self.model.recomputed, self.model.folded.segments[name].nodes[number].outs
-            fewer = [
-                self._call(name, number, call.states, tuple((name, v) in inside for v in (*kind.refs, *outs)))
-                for inside in (chains.forward, chains.backward)
-            ]
-            if any(other is not call for other in fewer):
+            op = self.model.recomputed[name, number]
+            outs = self.model.folded.segments[name].nodes[number].outs
+            written = op.backward._replace(unmoved=op.backward.unmoved.difference(outs))
+            calls = [self._call(name, number, call.states, k) for k in (op.forward, op.backward, written)]
+            if any(other is not call for other in calls):
                 self.entries.append(Busy(Time("work"), var, count, call))
-                self.entries.append(Recomputed(Time("again", False, *recomputed), var, count, call, *fewer))
+                key = Time("again", False, *recomputed)
+                self.entries.append(Recomputed(key, var, count, (call, *calls), op.reads))
                 return
         self.entries.append(Busy(Time("work", self.backward[name], *recomputed), var, count, call))
 
@@ -309,18 +310,24 @@ class _Builder:
         return cache[key]
 
     def _call(
-        self, name: str, number: int, states: tuple[OpState, ...], inside: tuple[bool, ...] | None = None
+        self,
+        name: str,
+        number: int,
+        states: tuple[OpState, ...],
+        kernel: InKernel | None = None,
     ) -> CallGroup:
-        """A call in its states; many calls are alike. inside: see `Kind`, where that is not the op's own."""
-        kind = self.kinds[name, number]
-        inside = kind.inside if inside is None else inside if any(inside) else ()
+        """A call in its states; many calls are alike. kernel: that it is a part of, if not as it stands."""
+        kind, node = self.kinds[name, number], self.model.folded.segments[name].nodes[number]
+        inside, joined = kind.inside, kind.joined
+        if kernel is not None:
+            inside, joined = kernel.among((*kind.refs, *node.outs)), kernel.joined
         # the model keeps the states of all calls, so that their identity stays theirs
-        key = (kind.costs, id(states), inside)
+        key = (kind.costs, id(states), inside, joined)
         cached = self.calls.get(key)
         if cached is None:
-            rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
+            rule = self.model.rules[name, number]
             cached = self.calls[key] = CallGroup(
-                rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned, inside
+                rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned, inside, joined
             )
         return cached
 

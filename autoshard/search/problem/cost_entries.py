@@ -33,7 +33,8 @@ class Laid:
 @dataclass(frozen=True, eq=False)
 class CallGroup:
     """Calls that are alike, in their states. grow: which of all values, ins first, hold the batch; grows:
-    whether there is more to compute with more of it. turned, inside: see `Kind`."""
+    whether there is more to compute with more of it. turned, inside, joined: see
+    `Kind`."""
 
     rule: Factored
     ins: tuple[TensorType, ...]
@@ -43,6 +44,7 @@ class CallGroup:
     grows: bool
     turned: tuple[bool, bool] = (False, False)
     inside: tuple[bool, ...] = ()
+    joined: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,7 @@ class BatchPricing:
                     call.turned,
                     self.waves,
                     call.inside,
+                    joined=call.joined,
                 )
             self._busy[call] = cached
         return cached
@@ -179,18 +182,19 @@ class Busy:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What recomputing a call adds, ``count`` times. forward, backward: the call where its layer is
-    recomputed, and as it is."""
+    """What recomputing a call adds, ``count`` times. calls: it as it is, in forward where its layer is
+    recomputed, recomputed, and that with its result written. reads: of its result in backward where that is
+    saved, each as long as writing it; where it is recomputed it stays in a kernel."""
 
     key: Time
     variable: int
     count: int
-    call: CallGroup
-    forward: CallGroup
-    backward: CallGroup
+    calls: tuple[CallGroup, ...]
+    reads: int
 
     def put(self, terms: CostTerms, prices: BatchPricing) -> None:
-        more = prices.busy(self.forward) + prices.busy(self.backward) - prices.busy(self.call)
+        call, forward, backward, written = (prices.busy(each) for each in self.calls)
+        more = forward + backward - call - self.reads * (written - backward)
         # a state that cannot be costs inf in all three
         terms.add(self.key, self.variable, np.maximum(np.nan_to_num(more, posinf=0.0), 0.0) * self.count)
 

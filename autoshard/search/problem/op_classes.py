@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.flow import Place
 from autoshard.ir.transposed import turned_in
-from autoshard.rules.chains import inside_chains
+from autoshard.rules.chains import Chains
 from autoshard.rules.core import Factored
 from autoshard.rules.factor_splits import DigitTable
 
@@ -21,7 +21,8 @@ class Kind:
     states on any mesh. costs: the same for ops that take the same time in the same states. grow: which of all
     its values, those it takes first, hold the batch. grows: whether there is more to compute with more of it.
     turned: of a product, whether each of its factors lies in memory by its other dim. inside: which of its
-    values stay inside fused kernels; () if none does.
+    values it neither reads from memory nor writes there where chains are fused; () if none. joined:
+    whether it is then a part of a kernel that another op begins.
     """
 
     refs: tuple[str, ...]
@@ -32,6 +33,7 @@ class Kind:
     grows: bool
     turned: tuple[bool, bool] = (False, False)
     inside: tuple[bool, ...] = ()
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Kinds:
         within: set[Place] = set()
         for name, graph in folded.segments.items():
             types, lying = graph.types(), turned_in(graph)
-            fused = inside_chains(graph.nodes, graph.outputs)
-            within.update((name, value) for value in fused)
+            chains = Chains.of(graph.nodes, graph.outputs)
+            within.update((name, value) for value in chains.inside)
             for number, node in enumerate(graph.nodes):
                 rule, refs = rules[name, number], tuple(refs_of(node))
                 ins = tuple([types[r] for r in refs])
@@ -80,8 +82,8 @@ class Kinds:
                 if rule.kernel == "product":
                     left, right = refs[-2:]
                     turned = left in lying, right in lying
-                inside = tuple([value in fused for value, _ in values])
-                inside = inside if any(inside) else ()
+                kernel = chains.of_node(node)
+                inside = kernel.among([value for value, _ in values])
                 divided = rule.division, ins, node.types, parts
                 costs = (
                     rule.kind,
@@ -97,6 +99,7 @@ class Kinds:
                     grows,
                     turned,
                     inside,
+                    kernel.joined,
                 )
                 ops[name, number] = Kind(
                     refs,
@@ -107,6 +110,7 @@ class Kinds:
                     grows,
                     turned,
                     inside,
+                    kernel.joined,
                 )
                 for ref in refs:
                     users.setdefault((name, ref), []).append((name, number))

@@ -20,8 +20,8 @@ from autoshard.search.problem.decisions import NodeVar, ValueVar, Variable, with
 from autoshard.search.problem.gradient_casts import before_gradient_casts
 from autoshard.search.problem.op_classes import Kinds
 from autoshard.search.problem.param_buckets import Shares, shares_of
-from autoshard.search.problem.recomputed_chains import RecomputedChains
-from autoshard.search.problem.saved_for_backward import SavedTerms, kept_activations
+from autoshard.search.problem.recomputed_chains import RecomputedOp, recomputed_chains
+from autoshard.search.problem.saved_for_backward import NodeKey, SavedTerms, kept_activations
 from autoshard.search.problem.search_axes import SearchAxes
 from autoshard.search.problem.tied_decisions import TiedDecisions
 from autoshard.solver.network import Array, Indices
@@ -52,9 +52,9 @@ class Model:
         return kept_activations(self.folded, self.flow, self.rules)
 
     @cached_property
-    def recomputed(self) -> RecomputedChains:
+    def recomputed(self) -> dict[NodeKey, RecomputedOp]:
         """What of recomputed layers stays inside fused kernels."""
-        return RecomputedChains.of(self.folded, self.flow, self.kept)
+        return recomputed_chains(self.folded, self.flow, self.kept)
 
     @cached_property
     def unreduced(self) -> frozenset[Place]:
