@@ -17,7 +17,7 @@ from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import LookupSubject, Place, ProgramIndex, result_of
-from autoshard.rules.chains import ALONE, InKernel, kernel_of
+from autoshard.rules.chains import ALONE, InKernel
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, largest margin first
@@ -314,8 +314,8 @@ class _Explainer:
         """Ops of the fused kernel that makes a value."""
         if place.call is None or not self.prices.ops.behaviour.fused:
             return ()
-        graph = self.lowered.segments[self._call(place).segment].graph
-        return kernel_of(graph.nodes, graph.outputs, place.value)
+        name = self._call(place).segment
+        return self.prices.chains[name].beside(self.lowered.segments[name].graph.nodes, place.value)
 
     def _calls(self, place: Place) -> int:
         """How often a microbatch runs what makes a value."""

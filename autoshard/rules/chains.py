@@ -1,4 +1,4 @@
-"""Chains of elementwise ops and row sums that a compiler makes one kernel of each."""
+"""FusedKernels of elementwise ops and row sums that a compiler makes one kernel of each."""
 
 from __future__ import annotations
 
@@ -36,24 +36,32 @@ ALONE = InKernel()
 
 
 @dataclass(frozen=True)
-class Chains:
+class FusedKernels:
     """The fused kernels of a graph.
 
     inside: values that no kernel writes or reads. shared: by the results of an op, values that an op before
-    it in its kernel has read or made already. kernels: by the results of an op, the number of its kernel.
-    joined: results of ops in kernels that others have begun.
+    it in its kernel has read or made already. kernels: by the values that a kernel makes and views of them,
+    its number. joined: results of ops in kernels that others have begun.
     """
 
     inside: frozenset[str]
     shared: Mapping[tuple[str, ...], frozenset[str]]
-    kernels: Mapping[tuple[str, ...], int]
+    kernels: Mapping[str, int]
     joined: frozenset[tuple[str, ...]]
 
     @staticmethod
-    def of(nodes: Sequence[Node], outputs: Collection[str], dropped: frozenset[str] = frozenset()) -> Chains:
+    def of(
+        nodes: Sequence[Node], outputs: Collection[str], dropped: frozenset[str] = frozenset()
+    ) -> FusedKernels:
         """nodes, outputs: of a graph. dropped: outputs and inputs that no kernel keeps, though the program
         does."""
         return _Fusing(nodes, outputs, dropped).chains()
+
+    def beside(self, nodes: Sequence[Node], value: str) -> tuple[str, ...]:
+        """The ops of the kernel that makes a value, in order, by their first results; () if it is alone."""
+        number = self.kernels.get(value)
+        ops = tuple(n.name for n in nodes if n.op in CHAINED and self.kernels[n.name] == number)
+        return ops if len(ops) > 1 else ()
 
     def of_node(self, node: Node) -> InKernel:
         """What of the cost of an op its kernel takes."""
@@ -62,7 +70,7 @@ class Chains:
 
 
 #: where every op is a kernel
-NO_CHAINS = Chains(frozenset(), MappingProxyType({}), MappingProxyType({}), frozenset())
+NOT_FUSED = FusedKernels(frozenset(), MappingProxyType({}), MappingProxyType({}), frozenset())
 
 
 class _Fusing:
@@ -112,7 +120,7 @@ class _Fusing:
                 found[number] = min(found[user] for user in users)
         return found
 
-    def chains(self) -> Chains:
+    def chains(self) -> FusedKernels:
         inside = {name for name in self.makers if self._is_inside(name)}
         inside |= {name for name in self.dropped if name not in self.makers}
         kernels = self._kernels()
@@ -132,8 +140,9 @@ class _Fusing:
                 begun.add(kernel)
             reached.update((kernel, next(self._wholes(name))) for name in (*refs, *node.outs))
         views = {a for a, root in self.alias.items() if root in inside}
-        numbers = {self.nodes[n].outs: k for n, k in kernels.items()}
-        return Chains(frozenset(inside | views), shared, numbers, frozenset(joined))
+        numbers = {out: k for n, k in kernels.items() for out in self.nodes[n].outs}
+        numbers |= {a: numbers[root] for a, root in self.alias.items() if root in numbers}
+        return FusedKernels(frozenset(inside | views), shared, numbers, frozenset(joined))
 
     def _wholes(self, name: str) -> Iterator[str]:
         """The first of its elements that a value is a view of, and what that is a part of."""
@@ -199,19 +208,3 @@ def _sums_columns(node: Node) -> bool:
     keeps = node.args[2] if len(node.args) > 2 else node.kwarg("keepdim", False)
     rank = len(node.types[0].shape) + (0 if keeps else len(dims))
     return any(dim % rank != rank - 1 for dim in dims)
-
-
-def kernel_of(nodes: Sequence[Node], outputs: Collection[str], value: str) -> tuple[str, ...]:
-    """The ops of the fused kernel that makes a value, in order, by their first results; () if it is alone.
-
-    nodes, outputs: of a graph. What the kernel hands to others is written, but not read within it.
-    """
-    alias: dict[str, str] = {}
-    for node in nodes:
-        if node.op in VIEWS:
-            alias.update(dict.fromkeys(node.outs, alias.get(n, n)) if (n := next(refs_of(node), "")) else {})
-    kernels = Chains.of(nodes, outputs).kernels
-    root = alias.get(value, value)
-    number = next((k for outs, k in kernels.items() if root in outs), None)
-    ops = tuple(outs[0] for outs, k in kernels.items() if k == number)
-    return ops if len(ops) > 1 else ()

@@ -17,7 +17,7 @@ from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop
 from autoshard.ir.row_tiles import TILES
 from autoshard.program.program import Program
-from autoshard.rules.chains import ALONE, NO_CHAINS, Chains, InKernel
+from autoshard.rules.chains import ALONE, NOT_FUSED, FusedKernels, InKernel
 from autoshard.simulate.behaviour import Behaviour, behaviour_on
 from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
@@ -116,19 +116,19 @@ class Pricer:
     @cached_property
     def _segments(self) -> dict[str, SegmentCost]:
         return {
-            name: self._sum(segment.graph.nodes, segment.placed(), self.chains.get(name, NO_CHAINS))
+            name: self._sum(segment.graph.nodes, segment.placed(), self.chains.get(name, NOT_FUSED))
             for name, segment in self.program.lowered.segments.items()
         }
 
     @cached_property
-    def chains(self) -> Mapping[str, Chains]:
+    def chains(self) -> Mapping[str, FusedKernels]:
         """By segment, what fused kernels keep to themselves; none where every op is a kernel."""
         segments = self.program.lowered.segments if self.ops.behaviour.fused else {}
-        return {k: Chains.of(s.graph.nodes, s.graph.outputs) for k, s in segments.items()}
+        return {k: FusedKernels.of(s.graph.nodes, s.graph.outputs) for k, s in segments.items()}
 
     def kernel(self, segment: str, node: Node) -> InKernel:
         """The fused kernel that an op of a segment is a part of."""
-        return self.chains.get(segment, NO_CHAINS).of_node(node)
+        return self.chains.get(segment, NOT_FUSED).of_node(node)
 
     def segment(self, name: str) -> SegmentCost:
         """One call of a segment."""
@@ -140,7 +140,7 @@ class Pricer:
         return total([own, *(self.segment(i.segment) for i in items if isinstance(i, Call))])
 
     def _sum(
-        self, nodes: Iterable[Node], values: Mapping[str, PlacedValue], chains: Chains = NO_CHAINS
+        self, nodes: Iterable[Node], values: Mapping[str, PlacedValue], chains: FusedKernels = NOT_FUSED
     ) -> SegmentCost:
         costs = [(n, self.node(n, values, chains.of_node(n))) for n in nodes]
         return SegmentCost(

@@ -12,7 +12,7 @@ from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.rules import attention
-from autoshard.rules.chains import NO_CHAINS, Chains
+from autoshard.rules.chains import NOT_FUSED, FusedKernels
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.framework_saved import Keeping
 from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
@@ -121,9 +121,9 @@ class Sheets:
 
     def chains(
         self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()
-    ) -> Chains:
+    ) -> FusedKernels:
         """What fused kernels keep to themselves; nothing where every op is a kernel."""
-        return Chains.of(nodes, outputs, dropped) if self.behaviour.fused else NO_CHAINS
+        return FusedKernels.of(nodes, outputs, dropped) if self.behaviour.fused else NOT_FUSED
 
     def narrow(self, nodes: Sequence[Node]) -> frozenset[str]:
         """Values that are gathered as narrow copies, as only products of narrow factors take them, and what

@@ -19,7 +19,7 @@ from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.collectives import axes_of, goes_in_turn, is_message, is_ring, spec_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.passes.simplify.segment_cache import SegmentCache
-from autoshard.rules.chains import Chains, InKernel
+from autoshard.rules.chains import FusedKernels, InKernel
 
 #: seconds of a node, given the types and layouts of the values around it, and the fused kernel that it is in
 Seconds = Callable[[Node, Mapping[str, PlacedValue], InKernel], float]
@@ -30,7 +30,7 @@ _WORTH = 1e-3
 def node_seconds(segment: LoweredSegment, seconds: Seconds) -> list[float]:
     """Of each node of a segment."""
     graph, values = segment.graph, segment.placed()
-    chains = Chains.of(graph.nodes, graph.outputs)
+    chains = FusedKernels.of(graph.nodes, graph.outputs)
     return [seconds(node, values, chains.of_node(node)) for node in graph.nodes]
 
 

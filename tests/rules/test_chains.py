@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.ir import Node, Ref, TensorType
 from autoshard.ir.graph import Origin
-from autoshard.rules.chains import Chains, kernel_of
+from autoshard.rules.chains import FusedKernels
 
 WIDE, ROW = (64, 32), (64, 1)
 
@@ -15,7 +15,7 @@ def op(name: str, out: str, *refs: str, rest: tuple[object, ...] = (), shape: tu
     )
 
 
-def moved(chains: Chains, node: Node, *refs: str) -> set[str]:
+def moved(chains: FusedKernels, node: Node, *refs: str) -> set[str]:
     return {*refs, *node.outs} - chains.of_node(node).unmoved
 
 
@@ -26,13 +26,13 @@ def test_a_residual_is_written_for_the_sum_behind_a_product() -> None:
         op("mm.default", "m", "r", "w"),
         op("add.Tensor", "z", "h", "m"),
     ]
-    chains = Chains.of(nodes, ("z",))
+    chains = FusedKernels.of(nodes, ("z",))
     assert not chains.inside
-    assert chains.kernels["h",] == chains.kernels["r",] != chains.kernels["z",]
+    assert chains.kernels["h"] == chains.kernels["r"] != chains.kernels["z"]
     assert moved(chains, nodes[1], "h") == {"r"}  # made in its kernel
     assert moved(chains, nodes[3], "h", "m") == {"h", "m", "z"}
     assert chains.joined == {("r",)}
-    assert kernel_of(nodes, ("z",), "h") == ("h", "r")
+    assert chains.beside(nodes, "h") == ("h", "r")
 
 
 def test_what_only_later_ops_read_is_computed_with_them() -> None:
@@ -41,9 +41,9 @@ def test_what_only_later_ops_read_is_computed_with_them() -> None:
         op("mm.default", "m", "x", "w"),
         op("mul.Tensor", "z", "n", "m"),
     ]
-    chains = Chains.of(nodes, ("z",))
+    chains = FusedKernels.of(nodes, ("z",))
     assert chains.inside == {"n"}
-    assert chains.kernels["n",] == chains.kernels["z",]
+    assert chains.kernels["n"] == chains.kernels["z"]
 
 
 def test_ops_on_the_same_rows_read_them_once() -> None:
@@ -53,7 +53,7 @@ def test_ops_on_the_same_rows_read_them_once() -> None:
         op("mul.Tensor", "b", "grad", "u"),
         op("silu_backward.default", "c", "b", "g"),
     ]
-    chains = Chains.of(nodes, ("a", "c"))
+    chains = FusedKernels.of(nodes, ("a", "c"))
     assert len(set(chains.kernels.values())) == 1
     assert moved(chains, nodes[1], "grad", "s") == {"grad", "a"}
     assert moved(chains, nodes[2], "grad", "u") == {"u"}
@@ -68,7 +68,7 @@ def test_parts_of_a_value_are_read_each_for_itself() -> None:
         op("mul.Tensor", "z", "s", "up", shape=(64, 16)),
         op("neg.default", "n", "gate", shape=(64, 16)),
     ]
-    chains = Chains.of(nodes, ("z", "n"))
+    chains = FusedKernels.of(nodes, ("z", "n"))
     assert moved(chains, nodes[2], "gate") == {"gate"}
     assert moved(chains, nodes[3], "s", "up") == {"up", "z"}
     assert moved(chains, nodes[4], "gate") == {"n"}
@@ -82,10 +82,10 @@ def test_sums_over_rows_are_part_of_a_kernel_and_sums_over_columns_are_not() -> 
         op("mul.Tensor", "q", "x", "y"),
         op("sum.dim_IntList", "columns", "q", rest=((0,),), shape=(32,)),
     ]
-    chains = Chains.of(nodes, ("z", "columns"))
+    chains = FusedKernels.of(nodes, ("z", "columns"))
     assert chains.inside == {"p", "rows", "q"}
-    assert chains.kernels["p",] == chains.kernels["rows",] == chains.kernels["z",]
-    assert chains.kernels["q",] == chains.kernels["columns",] != chains.kernels["z",]
+    assert chains.kernels["p"] == chains.kernels["rows"] == chains.kernels["z"]
+    assert chains.kernels["q"] == chains.kernels["columns"] != chains.kernels["z"]
     assert moved(chains, nodes[2], "x", "rows") == {"z"}
     assert moved(chains, nodes[3], "x", "y") == {"x", "y"}
     assert chains.joined == {("rows",), ("z",), ("columns",)}

@@ -14,7 +14,7 @@ from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import explanation_lines
-from autoshard.rules.chains import CHAINED, Chains, kernel_of
+from autoshard.rules.chains import CHAINED, FusedKernels
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
 
@@ -32,7 +32,7 @@ def test_a_step_is_shorter_by_what_is_not_moved() -> None:
     total = 0.0
     for name, segment in llamas[0].lowered.segments.items():
         graph, values = segment.graph, segment.placed()
-        chains = Chains.of(graph.nodes, graph.outputs)
+        chains = FusedKernels.of(graph.nodes, graph.outputs)
         touched = [
             n for n in graph.nodes if n.op in CHAINED and chains.of_node(n).unmoved & {*n.outs, *refs_of(n)}
         ]
@@ -58,7 +58,8 @@ def test_kernels_of_a_layer() -> None:
     graph = llama().lowered.segments["layers_fwd"].graph
     nodes = graph.nodes
     by_name = {n.name: n for n in nodes}
-    kernels = {n.name: kernel_of(nodes, graph.outputs, n.name) for n in nodes}
+    fused = FusedKernels.of(nodes, graph.outputs)
+    kernels = {n.name: fused.beside(nodes, n.name) for n in nodes}
     for name, kernel in kernels.items():
         assert not kernel or (by_name[name].op in VIEWS or name in kernel)
         assert all(by_name[op].op in CHAINED and kernels[op] == kernel for op in kernel)

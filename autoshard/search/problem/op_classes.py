@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.flow import Place
 from autoshard.ir.transposed import turned_in
-from autoshard.rules.chains import Chains
+from autoshard.rules.chains import FusedKernels
 from autoshard.rules.core import Factored
 from autoshard.rules.factor_splits import DigitTable
 
@@ -58,7 +58,7 @@ class Kinds:
         within: set[Place] = set()
         for name, graph in folded.segments.items():
             types, lying = graph.types(), turned_in(graph)
-            chains = Chains.of(graph.nodes, graph.outputs)
+            chains = FusedKernels.of(graph.nodes, graph.outputs)
             within.update((name, value) for value in chains.inside)
             for number, node in enumerate(graph.nodes):
                 rule, refs = rules[name, number], tuple(refs_of(node))

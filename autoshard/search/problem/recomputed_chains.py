@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autoshard.ir import Folded, Graph, Node, refs_of
 from autoshard.ir.flow import Flow, Place
 from autoshard.ir.graph import renamed
-from autoshard.rules.chains import ALONE, Chains, InKernel
+from autoshard.rules.chains import ALONE, FusedKernels, InKernel
 from autoshard.search.problem.saved_for_backward import NodeKey, SavedTerms
 
 
@@ -46,7 +46,7 @@ def recomputed_chains(folded: Folded, flow: Flow, kept: SavedTerms) -> dict[Node
         nodes = {k: node for k, node in enumerate(graph.nodes) if (name, k) in kept.full}
         cheap = {k: node for k, node in nodes.items() if (name, k) in kept.selective}
         outputs = staying | {value for value in graph.outputs if (name, value) in handed}
-        lean = Chains.of(graph.nodes, outputs)
+        lean = FusedKernels.of(graph.nodes, outputs)
         joined = [_Joined.of(cheap, folded.segments[t], inputs) for t, inputs in read.get(name, {}).items()]
         for k, node in nodes.items():
             unmoved = frozenset[str]().union(*(j.inside | j.paid.get(node.outs, frozenset()) for j in joined))
@@ -80,8 +80,8 @@ class _Joined:
         values = {name: value for value, name in names.items()}
         first = dict(zip(nodes, renamed(tuple(nodes.values()), names), strict=True))
         rest = renamed(later.nodes, taken)
-        alone = Chains.of(rest, later.outputs)
-        both = Chains.of((*first.values(), *rest), later.outputs)
+        alone = FusedKernels.of(rest, later.outputs)
+        both = FusedKernels.of((*first.values(), *rest), later.outputs)
         reads = Counter[str]()
         paid: dict[tuple[str, ...], set[str]] = {}
         for node in rest:
@@ -92,9 +92,9 @@ class _Joined:
                     reads[value] += 1
                     continue
                 for k, op in first.items():
-                    if name in refs_of(op) and both.kernels.get(op.outs) == both.kernels[node.outs]:
+                    if name in refs_of(op) and both.kernels.get(op.name) == both.kernels[node.name]:
                         paid.setdefault(nodes[k].outs, set()).add(value)
         inside = frozenset(value for value in made if names[value] in both.inside)
-        kernels = {both.kernels[node.outs] for node in rest if node.outs in both.kernels}
-        begun = frozenset(nodes[k].outs for k, op in first.items() if both.kernels.get(op.outs) in kernels)
+        kernels = {both.kernels[node.name] for node in rest if node.name in both.kernels}
+        begun = frozenset(nodes[k].outs for k, op in first.items() if both.kernels.get(op.name) in kernels)
         return _Joined(inside, {outs: frozenset(each) for outs, each in paid.items()}, begun, reads)
