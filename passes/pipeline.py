@@ -14,6 +14,7 @@ from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of
 from autoshard.passes.fuse.fuse_bias import fuse_bias
 from autoshard.passes.fuse.fuse_kernels import fuse_kernels
+from autoshard.passes.fuse.group_keys import group_keys
 from autoshard.passes.memory.join_recompute import join_recompute
 from autoshard.passes.memory.offload import Hosting, offload
 from autoshard.passes.memory.recompute import recompute
@@ -329,6 +330,7 @@ FINISHING = (
         lambda c: c.options.join_recompute and bool(c.options.plan.recompute),
         needs="local stages",
     ),
+    _pass("group_keys", lambda g, c: group_keys(g), needs="local"),
     _pass("ring_products", _ring, lambda c: c.options.ring is not None, needs="local"),
     _pass(
         "bucket",

@@ -6,8 +6,10 @@ A mask (True: attend) may be one of keys alone, [.., 1, t]. If that is of whole 
 documents that lie in one sequence (s = t), and a query attends to the keys of its own. With a ``window`` w a
 query attends to w keys up to its own position, and without ``causal`` to the w - 1 behind it; 0: to all.
 
-All tensors are [batch, heads, positions, channels]. The output lies in memory as [batch, positions,
-heads, channels], as torch's own kernels leave it, so that joining the heads again is free.
+All tensors are [batch, heads, positions, channels]. Keys and values may have fewer heads, each for as many
+queries' heads that follow each other; where they are [batch, heads, 1, positions, channels], so are their
+gradients. The output lies in memory as [batch, positions, heads, channels], as torch's own kernels leave it,
+so that joining the heads again is free.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from autoshard.kernels.attention import Gradients, written_out, written_out_backward
 from autoshard.kernels.launch import dense, has_triton
@@ -23,6 +26,8 @@ from autoshard.torch_adapters.op_library import define
 
 #: scores that are written out at a time, on a CPU and on a GPU, and rows of them at least
 _SCORES, _SCORES_GPU, _FEWEST = 1 << 20, 1 << 25, 16
+#: the first torch whose CPU kernel takes fewer heads of keys than of queries
+_GROUPED_ON_CPUS = "2.13"
 
 
 def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
@@ -47,6 +52,27 @@ def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     if h == heads:
         return x
     return x[:, :, None].expand(b, h, heads // h, s, d).reshape(b, heads, s, d)
+
+
+def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of every head of the queries."""
+    return repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+
+
+def by_heads(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values as [b, h, t, d]."""
+    return x.squeeze(2) if x.dim() == 5 else x
+
+
+def like_keys(grads: Gradients, k: torch.Tensor, v: torch.Tensor) -> Gradients:
+    """Gradients of keys and values [b, h, t, d], of as many heads as queries or as keys, in their shape."""
+    made = []
+    for grad, x in zip(grads[1:], (k, v), strict=True):
+        heads = x.shape[1]
+        if grad.shape[1] != heads:
+            grad = in_bshd(grad.unflatten(1, (heads, -1)).sum(2))
+        made.append(grad.unsqueeze(2) if x.dim() == 5 else grad)
+    return grads[0], made[0], made[1]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -83,7 +109,7 @@ def sdpa_math(
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention written out, for any device and shape, in fp32 (fp64 for fp64). first: see `_causally`."""
-    out, lse = written_out(q, k, v, _causally(q, k, mask, causal, first), scale, softcap)
+    out, lse = written_out(q, *repeated(q, k, v), _causally(q, k, mask, causal, first), scale, softcap)
     return in_bshd(out), lse
 
 
@@ -102,8 +128,8 @@ def sdpa_math_backward(
 ) -> Gradients:
     """Gradients of q, k, v, written out."""
     mask = _causally(q, k, mask, causal, first)
-    made = written_out_backward(grad, q, k, v, out, lse, mask, scale, softcap)
-    return in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])
+    made = written_out_backward(grad, q, *repeated(q, k, v), out, lse, mask, scale, softcap)
+    return like_keys((in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])), k, v)
 
 
 def _parts(
@@ -231,11 +257,13 @@ def _by_rows_backward(
 
 
 def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """What torch's CPU kernel takes: equal channels, dense last dims, masks of 2 or 4 dims, nothing empty."""
+    """What torch's CPU kernel takes: equal channels, dense last dims, masks of 2 or 4 dims, nothing empty;
+    fewer heads of keys since torch 2.13."""
     return (
         q.shape[3] == v.shape[3]
         and all(x.stride(-1) == 1 and x.numel() > 0 for x in (q, k, v))
         and (mask is None or mask.dim() in (2, 4))
+        and (q.shape[1] == k.shape[1] or TorchVersion(torch.__version__) >= _GROUPED_ON_CPUS)
     )
 
 
@@ -249,6 +277,7 @@ def _sdpa_cpu(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = by_heads(k), by_heads(v)
     if _needs_rows(q, k, v, mask, window, softcap):
         return _by_rows(q, k, v, mask, causal, scale, window, softcap)
     if softcap:
@@ -274,16 +303,18 @@ def _sdpa_backward_cpu(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
+    given, (k, v) = (k, v), (by_heads(k), by_heads(v))
     if _needs_rows(q, k, v, mask, window, softcap):
-        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+        made = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+        return like_keys(made, *given)
     if softcap:
-        return _capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
+        return like_keys(_capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap), *given)
     if not _cpu_kernel_fits(q, k, v, mask):
-        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
+        return like_keys(sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale), *given)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
-    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
+    return like_keys((in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])), *given)
 
 
 def _flash_fits(
@@ -337,7 +368,7 @@ def _sdpa_cuda(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = dense(q), dense(k), dense(v)
+    q, k, v = dense(q), dense(by_heads(k)), dense(by_heads(v))
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (q, k, v))
         found = torch.ops.aten._flash_attention_forward(
@@ -357,7 +388,7 @@ def _sdpa_cuda(
     if not _efficient_fits(q, k, v):
         return sdpa_math(q, k, v, mask, causal, scale)
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, _aligned_bias(q, k, mask), True, 0.0, causal, scale=scale
+        q, *repeated(q, k, v), _aligned_bias(q, k, mask), True, 0.0, causal, scale=scale
     )
     return in_bshd(out), lse[..., : q.shape[2]].contiguous()
 
@@ -375,7 +406,8 @@ def _sdpa_backward_cuda(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
-    q, k, v, grad = dense(q), dense(k), dense(v), dense(grad)
+    given = k, v
+    q, k, v, grad = dense(q), dense(by_heads(k)), dense(by_heads(v)), dense(grad)
     state = torch.zeros((2,), dtype=torch.int64, device=q.device)  # of the random numbers: none are drawn
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (grad, q, k, v, out))
@@ -385,9 +417,10 @@ def _sdpa_backward_cuda(
         )
         grads = tuple(x.transpose(1, 2) for x in found)
     elif _needs_rows(q, k, v, mask, window, softcap):
-        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+        made = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+        return like_keys(made, *given)
     elif softcap:
-        return _capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
+        return like_keys(_capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap), *given)
     elif _flash_fits(q, k, v, mask, causal):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -412,8 +445,7 @@ def _sdpa_backward_cuda(
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad,
             q,
-            k,
-            v,
+            *repeated(q, k, v),
             _aligned_bias(q, k, mask),
             out,
             rows,
@@ -425,8 +457,8 @@ def _sdpa_backward_cuda(
             scale=scale,
         )
     else:
-        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
-    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
+        return like_keys(sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale), *given)
+    return like_keys((in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])), *given)
 
 
 def fake(
@@ -439,7 +471,7 @@ def fake(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _by_positions(q, q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+    return _by_positions(q, q, by_heads(v)), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
 
 
 def fake_backward(
@@ -455,7 +487,8 @@ def fake_backward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
-    return _by_positions(q, q, q), _by_positions(k, k, k), _by_positions(v, v, v)
+    grads = (_by_positions(x, x, x) for x in (q, by_heads(k), by_heads(v)))
+    return like_keys((next(grads), next(grads), next(grads)), k, v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -8,7 +8,8 @@ as FlashAttention joins its tiles (Dao 2022, section 3.1). So no mask of rows by
 behind a block cost nothing. With a window, a block takes some rows at a time with the keys in their reach;
 with documents, the rows of each document with its keys.
 
-Tensors as in `ops.attention`: q [b, h, s, d], k [b, h, t, d], v [b, h, t, e]; mask of keys [.., 1, t].
+Tensors as in `ops.attention`: q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], where k and v may be
+of groups of heads; mask of keys [.., 1, t].
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import torch
 
 from autoshard.kernels.attention import Gradients
 from autoshard.ops.attention import (
+    by_heads,
     by_triton,
     documents_of,
     fake,
     fake_backward,
     in_bshd,
+    like_keys,
+    repeated,
     zeros_like_all,
 )
 from autoshard.torch_adapters.op_library import define
@@ -186,9 +190,10 @@ def sdpa_rows(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [b, h, s, e], log-sum-exp [b, h, s]) of rows that begin at position ``start`` of the sequence."""
+    k, v = by_heads(k), by_heads(v)
     if by_triton(q, k, v, mask, window, softcap):
         told = start, zigzag, window, causal, softcap
-        out, lse = torch.ops.autoshard.flash_rows(q, k, v, _keys_of(mask), scale, *told)
+        out, lse = torch.ops.autoshard.flash_rows(q, *repeated(q, k, v), _keys_of(mask), scale, *told)
         return in_bshd(out), lse
     made: list[tuple[_Tile, torch.Tensor, torch.Tensor]] = []
     for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
@@ -241,10 +246,24 @@ def sdpa_rows_backward(
     softcap: float = 0.0,
 ) -> Gradients:
     """Gradients of q, k, v of `sdpa_rows`; those of k and v are what these rows add to them."""
+    keys_values, (k, v) = (k, v), (by_heads(k), by_heads(v))
     if by_triton(q, k, v, mask, window, softcap):
-        given = grad, q, k, v, out, lse, _keys_of(mask), scale, start, zigzag, window, causal, softcap
+        given = (
+            grad,
+            q,
+            *repeated(q, k, v),
+            out,
+            lse,
+            _keys_of(mask),
+            scale,
+            start,
+            zigzag,
+            window,
+            causal,
+            softcap,
+        )
         made = torch.ops.autoshard.flash_rows_backward(*given)
-        return in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])
+        return like_keys((in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])), *keys_values)
     grad_q, grad_k, grad_v = zeros_like_all(q, k, v)
     for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
         for tile in tiles:
@@ -257,7 +276,7 @@ def sdpa_rows_backward(
             grad_q[rows] += added[0]
             grad_k[keys] += added[1]
             grad_v[keys] += added[2]
-    return grad_q, grad_k, grad_v
+    return like_keys((grad_q, grad_k, grad_v), *keys_values)
 
 
 def _fake_rows(

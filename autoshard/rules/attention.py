@@ -1,5 +1,7 @@
 """Attention as one op: split by batch, heads and query rows; causal attention by rows in a zigzag.
 
+Keys and values [b, h, 1, t, d] are those of groups of query heads that follow each other: h of them.
+
 A rank with rows of a sequence runs ``sdpa_rows``, which is told where they begin, if that says which keys
 they attend to: where it is causal, has a window or documents.
 """
@@ -41,6 +43,11 @@ class _Laid:
     contiguous: frozenset[int] = frozenset()
 
     @property
+    def groups(self) -> tuple[int, ...]:
+        """Factors of the query heads that share keys and values."""
+        return tuple(f for f in self.query[1] if f not in self.key[1])
+
+    @property
     def rows(self) -> bool:
         return bool(self.zigzag or self.contiguous)
 
@@ -48,11 +55,12 @@ class _Laid:
 def _laid(shapes: Sequence[TensorType], mask: TensorType | None, causal: bool, window: int = 0) -> _Laid:
     q, k, v = shapes
     build = Builder()
-    b, h, s = build.new(q.shape[0]), build.new(q.shape[1]), build.new(q.shape[2])
-    t, d, e = build.new(k.shape[2]), build.new(q.shape[3]), build.new(v.shape[3])
+    b, keys, s = build.new(q.shape[0]), build.new(k.shape[1]), build.new(q.shape[2])
+    h = (*keys, *build.new(q.shape[1] // max(1, k.shape[1])))
+    t, d, e = build.new(k.shape[-2]), build.new(q.shape[3]), build.new(v.shape[-1])
     by_keys = mask is None or mask.shape[-2:-1] in ((), (1,))
     documents = mask is not None and numbers_documents(mask)
-    divided = by_keys and q.shape[2] == k.shape[2]
+    divided = by_keys and q.shape[2] == k.shape[-2]
     rows = frozenset(s) if causal or window or documents else frozenset()
     fixed = frozenset(f for x in (t, d, e) for f in x) | (frozenset() if divided else rows)
     zigzag, contiguous = (rows - fixed, frozenset[int]()) if causal else (frozenset[int](), rows - fixed)
@@ -61,7 +69,8 @@ def _laid(shapes: Sequence[TensorType], mask: TensorType | None, causal: bool, w
     if mask is not None:
         lead = 4 - len(mask.shape)
         masks = (tuple(full[lead + i] if n != 1 else () for i, n in enumerate(mask.shape)),)
-    dims = (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s)
+    of_keys = (b, keys, ()) if len(k.shape) == 5 else (b, keys)
+    dims = (b, h, s, d), (*of_keys, t, d), (*of_keys, t, e), (b, h, s, e), (b, h, s)
     return _Laid(tuple(build.sizes), *dims, masks, fixed, zigzag, contiguous)
 
 
@@ -80,7 +89,7 @@ def flops(q: TensorType, k: TensorType, v: TensorType, causal: bool, window: int
     Documents, which are known in each step alone, count as one.
     """
     b, h, s, d = q.shape
-    return 2.0 * b * h * _pairs(s, k.shape[2], causal, window) * (d + v.shape[3])
+    return 2.0 * b * h * _pairs(s, k.shape[-2], causal, window) * (d + v.shape[-1])
 
 
 def _window(node: Node, place: int) -> int:
@@ -149,7 +158,7 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
         (laid.out, laid.query, laid.key, laid.value, laid.out, laid.lse, *laid.masks),
         (laid.query, laid.key, laid.value),
         laid.fixed,
-        tuple((f, "sum") for f in laid.query[2]),
+        tuple((f, "sum") for f in (*laid.query[2], *laid.groups)),
         ((0,),),
         "matmul",
         2.5 * flops(ins[1], ins[2], ins[3], causal, window),
@@ -169,9 +178,9 @@ def _rows_flops(node: Node, scale: int, q: TensorType, k: TensorType, v: TensorT
     causal = bool(node.args[scale + 5]) if len(node.args) > scale + 5 else True
     window, seen = _window(node, scale + 4), 1.0
     if causal:
-        seen = 0.5 if zigzag else (start + q.shape[2] / 2) / max(1, k.shape[2])
+        seen = 0.5 if zigzag else (start + q.shape[2] / 2) / max(1, k.shape[-2])
     if window:
-        seen = min(seen, (window if causal else 2 * window - 1) / max(1, k.shape[2]))
+        seen = min(seen, (window if causal else 2 * window - 1) / max(1, k.shape[-2]))
     return flops(q, k, v, False) * seen
 
 
@@ -198,7 +207,7 @@ def sdpa_rows_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
         (laid.out, laid.query, laid.key, laid.value, laid.out, laid.lse, *laid.masks),
         (laid.query, laid.key, laid.value),
         laid.fixed | {*laid.query[2]},
-        (),
+        tuple((f, "sum") for f in laid.groups),
         ((0,),),
         "matmul",
         2.5 * _rows_flops(node, 6, *ins[1:4]),
@@ -207,6 +216,15 @@ def sdpa_rows_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     )
 
 
+#: ops -> which of their tensors the keys are; values follow
+KEYS: Mapping[str, int] = MappingProxyType(
+    {
+        "autoshard.sdpa.default": 1,
+        "autoshard.sdpa_rows.default": 1,
+        "autoshard.sdpa_backward.default": 2,
+        "autoshard.sdpa_rows_backward.default": 2,
+    }
+)
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "autoshard.sdpa.default": sdpa,

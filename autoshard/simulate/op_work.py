@@ -249,7 +249,7 @@ class Ops:
         rule = attention.RULES[node.op](node, types)
         moved = sum(self.nbytes(p) for p in (*ins, *outs))
         how = self.behaviour
-        sizes, reach = (q[0] * q[1], q[2], k[2], q[3]), how.attention_reach / rule.slowdown
+        sizes, reach = (q[0] * q[1], q[2], k[-2], q[3]), how.attention_reach / rule.slowdown
         fused = Attention(*sizes, backward, dtype, rule.flops, moved, how.attention_native, reach)
         if self.behaviour.attention == "flash":
             return [fused]
@@ -340,7 +340,7 @@ class Ops:
         names = list(refs_of(node))
         q, k = (self.shape(values[name]) for name in (names[1:3] if backward else names[:2]))
         width = DTYPES[values[names[0]].type.dtype][1]
-        return 2.0 * q[0] * q[1] * q[2] * k[2] * width
+        return 2.0 * q[0] * q[1] * q[2] * k[-2] * width
 
     def _collective(
         self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue], narrow: Collection[str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from autoshard.ir import Node, Ref, TensorType
+from autoshard.ir import Node, Ref, TensorType, refs_of
 from autoshard.ir.collectives import TensorTransfer, TransferKind, collective
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
@@ -119,17 +119,23 @@ class _Opening:
     def _op(self, op: str, args: tuple[object, ...], out: str) -> Node:
         """One of the ops, with the arguments of a rank."""
         node = Node(op, args, (), (out,), (self.values[out].type,), self.node.origin, self.node.backward)
-        names = [a.name for a in args if isinstance(a, Ref)]
-        ins = tuple(self.values[n].type for n in names)
-        fn = self.rules.get(op)
-        # a view of other elements has no rule that could read it: its terms do not fit, which says so
-        if fn is None or (op == _VIEW and ins[0].numel != self.values[out].type.numel):
-            return node
-        rule = fn(node, ins)
-        if rule.local is None:
-            return node
-        layouts = tuple(self.values[n].layout for n in names)
-        return rule.local(LocalCall(node, ins, layouts, (self.values[out].layout,), self.mesh))
+        return on_a_rank(node, self.values, self.rules, self.mesh)
+
+
+def on_a_rank(
+    node: Node, values: Mapping[str, PlacedValue], rules: Mapping[str, RuleFn], mesh: MeshShape
+) -> Node:
+    """An op of one result with the arguments of a rank. values: it takes and makes."""
+    names, placed = list(refs_of(node)), values[node.name]
+    ins, fn = tuple(values[n].type for n in names), rules.get(node.op)
+    # a view of other elements has no rule that could read it: its terms do not fit, which says so
+    if fn is None or (node.op == _VIEW and ins[0].numel != placed.type.numel):
+        return node
+    rule = fn(node, ins)
+    if rule.local is None:
+        return node
+    layouts = tuple(values[n].layout for n in names)
+    return rule.local(LocalCall(node, ins, layouts, (placed.layout,), mesh))
 
 
 def _rows_of(product: Placement, weight: Placement) -> Placement:

@@ -18,6 +18,7 @@ from autoshard.ir.collectives import exact_transfer, is_ring, spec_of, transfer_
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
 from autoshard.rules.quantized_gather import NORMS, WIRED
+from autoshard.verify.grouped_keys import is_grouped, written_out
 from autoshard.verify.moves import MOVES, broken_moves, moves_of
 from autoshard.verify.operators import Lies, OpChecker
 from autoshard.verify.quantized_norms import QuantizedRows
@@ -54,7 +55,8 @@ class _Ready:
 
     number: of the node among all prepared. moves: (source, out) of a collective that only moves, else None.
     op, args: as `spelled`. ins, in_layouts, out_layouts, types: of what it takes and makes. parts: the ops
-    that a ring stands for, in order; None for other nodes, and () for a ring whose text is broken.
+    that a ring, or attention of groups of heads, stands for, in order; None for other nodes, and () where the
+    text is broken.
     """
 
     number: int
@@ -139,12 +141,14 @@ class Walk:
             else:
                 self._check_move(self._node(*rows), rows[1], at)
             return ready
-        if not is_ring(node):
+        grouped = is_grouped(node, values)
+        if not (grouped or is_ring(node)):
             self._check_move(ready, values, at)
             return ready
-        found = opened(node, values, self.judge.rules, self.judge.mesh)
+        found = (written_out if grouped else opened)(node, values, self.judge.rules, self.judge.mesh)
         if isinstance(found, str):
-            self._tell("collective", f"{_short(node.op)} does not make {at.value}", at, found)
+            kind: Rule = "arguments" if grouped else "collective"
+            self._tell(kind, f"{_short(node.op)} does not make {at.value}", at, found)
             return replace(ready, parts=())
         nodes, inner = found
         parts = tuple(self._node(n, inner) for n in nodes)
