@@ -21,7 +21,7 @@ from autoshard.planner import length_range as planner_range
 from autoshard.planner.compiling import compile_analysed, ranks_of, request_of
 from autoshard.planner.length_plans import LengthPlans, LengthShare, most_frequent, resized_inputs
 from autoshard.planner.length_range import LengthRange, RangePlan
-from autoshard.planner.lowering import whole_mesh
+from autoshard.planner.lowering import full_mesh
 from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.program.program import Program
 from autoshard.program.store import folder_for, load_program, save_program
@@ -83,7 +83,7 @@ def plan(
             with a ``pp`` axis divides the model into stages; a cluster may be searched for one, too.
         example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
             pair of both, or a single tensor. Without ``global_batch`` they are a step in one microbatch, or
-            with ``pp`` a whole step.
+            with ``pp`` a full step.
         cluster: whose prices to use (default: cpu-gloo for a model on the CPU, or on the meta device in a
             process group of CPUs, h100-dgx otherwise). Where one is named, ``memory`` is 94 % of its
             device's unless given.
@@ -214,11 +214,11 @@ def load(
         cuda_graphs=graphs,
         code_cache=os.fspath(code_cache),
     )
-    devices = device_mesh_for(program.whole_mesh, mesh)
+    devices = device_mesh_for(program.full_mesh, mesh)
     plan = plan_from_json(program.plan)
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
-    where = whole_mesh(Mesh.parse(plan.mesh), plan)
+    where = full_mesh(Mesh.parse(plan.mesh), plan)
     options = PlanOptions(
         precision=plan.precision,
         tile_rows=plan.tile_rows or None,
@@ -263,7 +263,7 @@ def parallelize(
     """A model that runs in parallel on a mesh; its parameters become DTensors under their own names.
 
     With example inputs the program is made at once, without them at the first call, whose arguments
-    then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, and the
+    then serve (they must have global shapes). With a ``pp`` axis they are those of a full step, and the
     model is trained by ``train_step`` (see `runtime.module.ParallelModule`). The first rank compiles, the
     others receive its program; ``AUTOSHARD_CACHE`` names a folder that keeps it. For a loss on other outputs
     than the one that the model returns, a program for the gradients of all outputs is compiled at the first
@@ -365,7 +365,7 @@ def _parallelize_now(
     bound = bind(
         program,
         model,
-        device_mesh_for(program.whole_mesh, given),
+        device_mesh_for(program.full_mesh, given),
         seed=seed,
         captured=captured,
         local_batch=local_batch,
@@ -387,7 +387,7 @@ def _decided(program: Program, planned: Planned | None) -> str:
     else:
         about = f"{bytes_up(planned.solution.placements.bytes)} per rank"
     return (
-        f"{program.whole_mesh}, step {1e3 * seconds:.3g} ms on {plan.cluster} (predicted), {about}; "
+        f"{program.full_mesh}, step {1e3 * seconds:.3g} ms on {plan.cluster} (predicted), {about}; "
         "model.plan has the placements"
     )
 

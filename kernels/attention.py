@@ -107,8 +107,8 @@ def written_out_backward(
     if flat is not None:
         inner *= 1 - flat.square()
     inner *= scale
-    made = inner @ wide(k), inner.transpose(-1, -2) @ wide(q), shares.transpose(-1, -2) @ upstream
-    return made[0].to(q.dtype), made[1].to(k.dtype), made[2].to(v.dtype)
+    new = inner @ wide(k), inner.transpose(-1, -2) @ wide(q), shares.transpose(-1, -2) @ upstream
+    return new[0].to(q.dtype), new[1].to(k.dtype), new[2].to(v.dtype)
 
 
 def flash_rows(

@@ -58,8 +58,8 @@ def has_triton() -> bool:
 
 def prepare_of(module: str, name: str) -> Callable[..., Prepared]:
     """Function ``name`` of ``kernels/<module>.py``; needs triton."""
-    found: Callable[..., Prepared] = getattr(import_module(f"autoshard.kernels.{module}"), name)
-    return found
+    result: Callable[..., Prepared] = getattr(import_module(f"autoshard.kernels.{module}"), name)
+    return result
 
 
 def run_kernel(prepare: Callable[..., Prepared], *args: Any) -> Any:

@@ -30,7 +30,7 @@ BITS = 8
 
 
 def check_groups(width: int, group: int) -> None:
-    """UsageError unless rows are whole groups."""
+    """UsageError unless rows are full groups."""
     if width % group:
         raise UsageError(
             f"rows of {width} are not whole groups of {group}",

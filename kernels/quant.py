@@ -116,8 +116,8 @@ def dequantise_copy_out(
     ``sizes`` elements. Gives [ways * sum(sizes)]: of the first parameter the parts of all ranks, then those
     of the second, so that each parameter is one contiguous slice of it.
     """
-    made = torch.ops.autoshard.dequantise_copy_out(wires, list(sizes), bits, group, dtype)
-    return cast(torch.Tensor, made)
+    new = torch.ops.autoshard.dequantise_copy_out(wires, list(sizes), bits, group, dtype)
+    return cast(torch.Tensor, new)
 
 
 # references

@@ -70,7 +70,7 @@ class KernelSpec:
     the Triton launch, imported when it is first called. cost: see `CostFn`. samples: small arguments with odd
     sizes. large: arguments for a benchmark. tolerance: by element type. exact: whether the launch must give
     the reference's values. mutated: how many of the first arguments it changes, which is all that it does.
-    codes: by how much whole numbers of a wire may differ, where a value lies between two.
+    codes: by how much integers of a wire may differ, where a value lies between two.
     """
 
     name: str
@@ -97,8 +97,8 @@ class KernelSpec:
 @cache
 def specs() -> Mapping[str, KernelSpec]:
     """Op name in programs -> kernel."""
-    found = [spec for name in MODULES for spec in import_module(f"autoshard.kernels.{name}").SPECS]
-    return MappingProxyType({spec.op: spec for spec in found})
+    result = [spec for name in MODULES for spec in import_module(f"autoshard.kernels.{name}").SPECS]
+    return MappingProxyType({spec.op: spec for spec in result})
 
 
 def all_moved(ins: Sequence[Operand], outs: Sequence[Operand]) -> Cost:

@@ -16,8 +16,8 @@ def normal(
 ) -> torch.Tensor:
     """Normal values of standard deviation ``size``, made where the generator lives."""
     home = g.device if g is not None else device
-    made = torch.randn(*shape, generator=g, dtype=torch.float32, device=home)
-    return (made.mul_(size) if size != 1 else made).to(device=device, dtype=dtype)
+    new = torch.randn(*shape, generator=g, dtype=torch.float32, device=home)
+    return (new.mul_(size) if size != 1 else new).to(device=device, dtype=dtype)
 
 
 def whole(g: Generator, low: int, high: int, shape: Sequence[int], device: torch.device) -> torch.Tensor:

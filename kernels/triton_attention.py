@@ -325,7 +325,7 @@ def flash_rows_backward(
     delta = (grad.float() * out.float()).sum(-1)
     lse = lse.float().contiguous()
     # as `ops.attention` leaves them in memory
-    made = tuple(x.new_empty([x.shape[n] for n in (0, 2, 1, 3)]).transpose(1, 2) for x in (q, k, v))
+    new = tuple(x.new_empty([x.shape[n] for n in (0, 2, 1, 3)]).transpose(1, 2) for x in (q, k, v))
     half, first, second = halves(rows, length, start, zigzag)
     by_keys, by_rows = (_constants(b, q, v, keys, (window, causal, softcap)) for b in (_KEYS, _QUERIES))
     said, key_b = _keys(keys, q)
@@ -334,10 +334,10 @@ def flash_rows_backward(
     shapes = (heads, rows, length, d, e, *strides, key_b)
     rest = (half, first, second, window, scale, softcap or 1.0)
     given = (grad, q, k, v, lse, delta, said)
-    of_keys = (*given, made[1], made[2], *shapes, parts, *rest)
-    of_queries = (*given, made[0], *shapes, blocks, *rest)
+    of_keys = (*given, new[1], new[2], *shapes, parts, *rest)
+    of_queries = (*given, new[0], *shapes, blocks, *rest)
     grid = (ceil_div(length, by_keys[0]["N"]), b * heads)
-    return made, (
+    return new, (
         Launch(_keys_backward, grid, of_keys, *by_keys, narrow=32),
         Launch(_queries_backward, (blocks * parts, b * heads), of_queries, *by_rows, narrow=32),
     )

@@ -1,6 +1,6 @@
 """Launches of `kernels/norm.py`.
 
-A program holds whole rows in registers, up to 32768 elements forward and 8192 backward; of wider rows it
+A program holds full rows in registers, up to 32768 elements forward and 8192 backward; of wider rows it
 reads pieces, once per pass over the row (the later passes find them in the cache). Backward, few programs go
 over many rows each and keep the sums of columns in registers; a second launch adds up those of all programs.
 """
@@ -142,7 +142,7 @@ def _backward(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``steps`` times ROWS whole rows, and what they add to the gradients of weight and bias."""
+    """``steps`` times ROWS full rows, and what they add to the gradients of weight and bias."""
     column = tl.arange(0, BLOCK)
     inside = (column < width)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
@@ -351,15 +351,15 @@ def add_rms_norm(
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Prepared:
-    (_, *found), launch = normed(x, None, weight, bias, eps, False, True)
-    return tuple(found), (launch,)
+    (_, *result), launch = normed(x, None, weight, bias, eps, False, True)
+    return tuple(result), (launch,)
 
 
 def add_layer_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> Prepared:
-    found, launch = normed(a, b, weight, bias, eps, False, True)
-    return found, (launch,)
+    result, launch = normed(a, b, weight, bias, eps, False, True)
+    return result, (launch,)
 
 
 def _gradients(
@@ -386,9 +386,9 @@ def _gradients(
         resident = max(1, _RESIDENT // (rows * block)) * multiprocessors(x.device)
         parts = max(1, min(resident, ceil_div(count, rows)))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
-        whole = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
+        full = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
         constants = {**flags, "ROWS": rows, "BLOCK": block}
-        launches = [Launch(_backward, (parts,), whole, constants, max(4, block // 1024), 4 * rows)]
+        launches = [Launch(_backward, (parts,), full, constants, max(4, block // 1024), 4 * rows)]
     else:
         parts = max(1, min(2 * multiprocessors(x.device), count))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)

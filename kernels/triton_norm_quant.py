@@ -134,8 +134,8 @@ def add_rms_norm_quantise(
 def layer_norm_quantise(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, group: int
 ) -> Prepared:
-    (_, *found), launches = _prepared(x, None, weight, bias, eps, False, True, group)
-    return tuple(found), launches
+    (_, *result), launches = _prepared(x, None, weight, bias, eps, False, True, group)
+    return tuple(result), launches
 
 
 def add_layer_norm_quantise(

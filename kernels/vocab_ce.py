@@ -43,7 +43,7 @@ def merge_stats(stats: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def xent_merge(stacked: torch.Tensor) -> torch.Tensor:
-    """Statistics of all shards [ways, n, 4] -> those of the whole rows [n, 4]."""
+    """Statistics of all shards [ways, n, 4] -> those of the full rows [n, 4]."""
     top = stacked[..., 0].amax(0)
     weights = torch.exp(stacked[..., 0] - top)
     weights = torch.where(torch.isfinite(stacked[..., 0]), weights, torch.zeros_like(weights))

@@ -18,8 +18,8 @@ def embedding_part(weight: torch.Tensor, indices: torch.Tensor, offset: int) -> 
     """
     local = indices - offset
     outside = (local < 0) | (local >= weight.shape[0])
-    found = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
-    return found.masked_fill_(outside.unsqueeze(-1), 0)
+    result = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
+    return result.masked_fill_(outside.unsqueeze(-1), 0)
 
 
 def embedding_part_backward(

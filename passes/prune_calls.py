@@ -29,16 +29,16 @@ def pruned(lowered: Lowered, droppable: Mapping[str, Collection[str]]) -> Lowere
                 for place, value in enumerate(graph.outputs)
                 if value not in droppable[name] or any(c.outs[place] in used for c in own)
             ]
-            made = _alive(graph, [graph.outputs[p] for p in leaving[name]], droppable[name])
-            needed = {*made.outputs, *(r for n in made.nodes for r in refs_of(n))}
+            new = _alive(graph, [graph.outputs[p] for p in leaving[name]], droppable[name])
+            needed = {*new.outputs, *(r for n in new.nodes for r in refs_of(n))}
             entering[name] = [p for p, (value, _) in enumerate(graph.inputs) if value in needed]
             # an input that nothing used before stays: calls are left as they are but for the kernels
             if not droppable[name]:
                 entering[name] = list(range(len(graph.inputs)))
             inputs = tuple(graph.inputs[p] for p in entering[name])
-            names = {n for n, _ in inputs} | {o for n in made.nodes for o in n.outs}
+            names = {n for n, _ in inputs} | {o for n in new.nodes for o in n.outs}
             layouts = {n: lay for n, lay in segment.layouts.items() if n in names}
-            segments[name] = replace(segment, graph=replace(made, inputs=inputs), layouts=layouts)
+            segments[name] = replace(segment, graph=replace(new, inputs=inputs), layouts=layouts)
         main = tuple(
             replace(
                 i,

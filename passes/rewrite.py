@@ -60,11 +60,11 @@ class Steps:
 Replaced: TypeAlias = Mapping[str, "Node | None"]
 
 
-def replaced_in_main(lowered: Lowered, found: Replaced) -> Lowered:
+def replaced_in_main(lowered: Lowered, result: Replaced) -> Lowered:
     """The program with other nodes in main."""
 
     def made(item: Instruction) -> list[Instruction]:
-        new = found.get(item.name, item) if isinstance(item, Node) else item
+        new = result.get(item.name, item) if isinstance(item, Node) else item
         return [] if new is None else [new]
 
     gone = {o for i in lowered.main if not made(i) for o in i.outs}
@@ -72,9 +72,9 @@ def replaced_in_main(lowered: Lowered, found: Replaced) -> Lowered:
     return replace(with_main(lowered, made), values=values)
 
 
-def replaced_in(segment: LoweredSegment, found: Replaced) -> LoweredSegment:
+def replaced_in(segment: LoweredSegment, result: Replaced) -> LoweredSegment:
     """The segment with other nodes."""
-    nodes = tuple(new for n in segment.graph.nodes if (new := found.get(n.name, n)) is not None)
+    nodes = tuple(new for n in segment.graph.nodes if (new := result.get(n.name, n)) is not None)
     left = {n for n, _ in segment.graph.inputs} | {o for n in nodes for o in n.outs}
     layouts = {n: layout for n, layout in segment.layouts.items() if n in left}
     return replace(segment, graph=replace(segment.graph, nodes=nodes), layouts=layouts)

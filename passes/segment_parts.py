@@ -28,7 +28,7 @@ def sliced(
     types = graph.types()
     inputs = [n for n in dict.fromkeys((*(n for n, _ in graph.inputs), *given)) if n in needed]
     layouts = {n: segment.layouts[n] for n in inputs}
-    made: list[Node] = []
+    built: list[Node] = []
     taken = set(types)
     for node in nodes:
         # of several outputs some may be given: those made anew beside the others go by another name
@@ -38,9 +38,9 @@ def sliced(
             for new, old in zip(outs, node.outs, strict=True)
             if old in segment.layouts
         }
-        made.append(Node(node.op, node.args, node.kwargs, outs, node.types, node.origin, backward))
-    part = Graph(name, tuple((n, types[n]) for n in inputs), tuple(made), tuple(outputs))
-    whys = zip(made, nodes, strict=True)
+        built.append(Node(node.op, node.args, node.kwargs, outs, node.types, node.origin, backward))
+    part = Graph(name, tuple((n, types[n]) for n in inputs), tuple(built), tuple(outputs))
+    whys = zip(built, nodes, strict=True)
     return LoweredSegment(
         part, layouts, {new.name: segment.why[old.name] for new, old in whys if old.name in segment.why}
     )
@@ -82,12 +82,12 @@ def roots_of(graph: Graph, views: Collection[str]) -> dict[str, str]:
 
 def moved_inputs(graph: Graph) -> dict[str, str]:
     """Values that are an input placed in another way, by collectives alone -> that input; inputs, too."""
-    found = {name: name for name, _ in graph.inputs}
+    result = {name: name for name, _ in graph.inputs}
     for node in graph.nodes:
         source = node.args[0] if is_collective(node) else None
-        if isinstance(source, Ref) and source.name in found:
-            found[node.name] = found[source.name]
-    return found
+        if isinstance(source, Ref) and source.name in result:
+            result[node.name] = result[source.name]
+    return result
 
 
 def derived_values(
@@ -95,7 +95,7 @@ def derived_values(
 ) -> dict[str, set[str]]:
     """Segment -> its values that are some values of main, or made of them alone by ops that derive."""
     known = set(known)
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
 
     def follow(nodes: Iterable[Node], own: set[str]) -> None:
         for node in nodes:
@@ -107,8 +107,8 @@ def derived_values(
             follow((item,), known)
             continue
         graph = lowered.segments[item.segment].graph
-        own = found.setdefault(item.segment, set())
+        own = result.setdefault(item.segment, set())
         own |= {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in known}
         follow(graph.nodes, own)
         known |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
-    return found
+    return result

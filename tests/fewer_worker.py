@@ -20,7 +20,7 @@ def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     autoshard.init_process_group()
     model = autoshard.load(folder / "program", build("Llama"))
-    mesh = model._autoshard.program.whole_mesh  # type: ignore[union-attr]
+    mesh = model._autoshard.program.full_mesh  # type: ignore[union-attr]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     checkpoints = autoshard.Checkpoints(folder / "run", model, optimizer)
     first = checkpoints.load()

@@ -99,7 +99,7 @@ def shared(make: Callable[[], Program], name: str) -> Program:
 
 
 def bound(program: Program, model: nn.Module, mesh: DeviceMesh | None = None, seed: int = 0) -> nn.Module:
-    return bind(program, model, device_mesh_for(program.whole_mesh, mesh), seed=seed)
+    return bind(program, model, device_mesh_for(program.full_mesh, mesh), seed=seed)
 
 
 def eager_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:

@@ -59,4 +59,4 @@ def own_plan(program: Program, work: Work, tool: Tool) -> OwnPlan:
     plain, with_theirs = (
         estimate_step(program, work.cluster, behaviour=behaviour).seconds for behaviour in (ours, same)
     )
-    return OwnPlan(program.whole_mesh, plain, with_theirs)
+    return OwnPlan(program.full_mesh, plain, with_theirs)

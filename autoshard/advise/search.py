@@ -156,7 +156,7 @@ class _Search:
             for (t, m, r), layers in self.layers.items()
             if t <= tensor and m == micro and r in ("none", recompute)
         ]
-        # with all of a layer computed again, its forward runs twice
+        # with all of a layer recomputed, its forward runs twice
         return max([*less, self.least * (4 / 3 if recompute == "full" else 1.0)])
 
     def _learn(self, judged: Judged) -> None:

@@ -65,7 +65,7 @@ def _schedules(tool: Tool, work: Work, pipeline: int) -> list[tuple[str, int]]:
 
 
 def _sharding(tool: Tool, work: Work, data: int) -> list[tuple[int, int]]:
-    """(data ranks that divide a copy, stage of ZeRO); groups are what is left of whole nodes."""
+    """(data ranks that divide a copy, stage of ZeRO); groups are what is left of full nodes."""
     if data == 1:
         return [(1, 0)]
     groups = [data]

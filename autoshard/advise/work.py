@@ -73,8 +73,8 @@ def work_of(target: str, cluster: Cluster, gpus: int, batch: int, seq: int, memo
     cluster.check_world_size(gpus)
 
     def built(sequences: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        made = build(target, batch=sequences, seq=seq)
-        return made.model.to(_DTYPE), made.inputs
+        new = build(target, batch=sequences, seq=seq)
+        return new.model.to(_DTYPE), new.inputs
 
     return work_on(target, built, Captures(built), cluster, gpus, batch, seq, memory)
 

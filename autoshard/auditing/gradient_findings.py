@@ -112,11 +112,11 @@ def _finding(evidence: Evidence, same: list[Compared]) -> AuditFinding:
     assert difference is not None
     wrong = [c.number for c in same]
     names = tuple(evidence.elements.names[k] for k in wrong)
-    found = evidence.suspicion(difference, wrong)
+    result = evidence.suspicion(difference, wrong)
     some = (f"parameters: {', '.join(some_of(names))}",) if len(names) > 1 else ()
-    what = _sentence(evidence.mesh, difference, names, not found.twice)
-    details = (*some, *found.details)
-    return AuditFinding("gradient", what, names, difference.ranks, found.lines, difference.factor, details)
+    what = _sentence(evidence.mesh, difference, names, not result.twice)
+    details = (*some, *result.details)
+    return AuditFinding("gradient", what, names, difference.ranks, result.lines, difference.factor, details)
 
 
 def _sentence(mesh: Mesh, d: GradientDifference, names: tuple[str, ...], guesses: bool) -> str:

@@ -221,9 +221,9 @@ class audit:
                 reports.append(stops(*self._run(ranks, recorders, main)))
                 if reports[-1]:
                     break
-        found = [finding for each in reports for finding in each] or findings_of(wrong, str(other))
+        result = [finding for each in reports for finding in each] or findings_of(wrong, str(other))
         text = f"{self.mesh} saved, {other} loaded"
-        report = AuditReport(text, tuple(found), (), len(self.elements.names), 0, 0.0, 0.0)
+        report = AuditReport(text, tuple(result), (), len(self.elements.names), 0, 0.0, 0.0)
         self._reports.append(report)
         return report
 

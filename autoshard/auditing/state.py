@@ -176,11 +176,11 @@ class Elements:
         rounded = self._narrow
         first = np.searchsorted(rounded, values, side="left")
         last = np.searchsorted(rounded, values, side="right")
-        found = np.where(last > first, self._order[first.clip(max=max(len(rounded) - 1, 0))], -1)
+        result = np.where(last > first, self._order[first.clip(max=max(len(rounded) - 1, 0))], -1)
         for k in np.flatnonzero(last - first > 1):
             choices = self._order[first[k] : last[k]]
-            found[k] = found[k - 1] + 1 if k and found[k - 1] + 1 in choices else choices[0]
-        return found
+            result[k] = result[k - 1] + 1 if k and result[k - 1] + 1 in choices else choices[0]
+        return result
 
     def parameters_of(self, elements: np.ndarray) -> list[int]:
         """Numbers of the parameters that elements are of."""

@@ -116,8 +116,8 @@ class StepWatch:
     def _add(self, module: nn.Module, key: str, name: str) -> None:
         p = module._parameters[key]
         assert p is not None
-        made = self.recorder.writer(local(p))
-        held = RankParameter(name, self.elements.held(p), p.requires_grad, made=made)
+        new = self.recorder.writer(local(p))
+        held = RankParameter(name, self.elements.held(p), p.requires_grad, made=new)
         self.parameters[id(p)] = (p, held)
         self._slots[id(p)] = (module, key)
 

@@ -121,7 +121,7 @@ class _Task:
             raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
 
     def whole(self) -> Joint:
-        """The joint graph of the whole model, its repeated layers traced once if that can be."""
+        """The joint graph of the full model, its repeated layers traced once if that can be."""
         state = state_of(self.kept.module)
         repeats = self._repeats(state)
         if repeats is not None:

@@ -22,7 +22,7 @@ _GRADS = MappingProxyType({"grad": "param", "input_grad": "input"})
 def apart(joint: Joint, away: Away) -> bool:
     """Whether nothing else uses what calls were not given: then its gradient is the call's alone.
 
-    joint: of the whole model, as traced.
+    joint: of the full model, as traced.
     """
     hidden = {name for call in away.values() for name in call.values()}
     inputs = {p.name for p in joint.ports if p.kind == "param" and p.target in hidden}
@@ -43,9 +43,9 @@ def behind(call: int | str) -> str:
 def in_order(results: Iterable[Result], ports: Sequence[Port]) -> tuple[Result, ...]:
     """Gradients last, in the order of the ports."""
     place: dict[tuple[str, str], int] = {(p.kind, p.target): k for k, p in enumerate(ports)}
-    found = list(results)
-    grads = sorted((r for r in found if r.kind in _GRADS), key=lambda r: place[_GRADS[r.kind], r.target])
-    return (*(r for r in found if r.kind not in _GRADS), *grads)
+    result = list(results)
+    grads = sorted((r for r in result if r.kind in _GRADS), key=lambda r: place[_GRADS[r.kind], r.target])
+    return (*(r for r in result if r.kind not in _GRADS), *grads)
 
 
 class _Expander:
@@ -56,7 +56,7 @@ class _Expander:
         self.grads: dict[str, str] = {}
         self.alias: dict[str, str] = {}
         self.nodes: list[Node] = []
-        #: per call: name inside the body -> name in the whole graph
+        #: per call: name inside the body -> name in the full graph
         self.inside: dict[int, dict[str, str]] = {}
         self.constants = dict(joint.constants)
         self.ports = list(joint.ports)
@@ -92,9 +92,9 @@ class _Expander:
         )
 
     def _results(self) -> tuple[Result, ...]:
-        found = [replace(r, value=self._real(r.value)) for r in self.joint.results]
-        found += (Result(value, "grad", name) for name, value in self.grads.items())
-        return in_order(found, self.joint.ports)
+        result = [replace(r, value=self._real(r.value)) for r in self.joint.results]
+        result += (Result(value, "grad", name) for name, value in self.grads.items())
+        return in_order(result, self.joint.ports)
 
     def _real(self, name: str) -> str:
         return self.alias.get(name, name)
@@ -169,13 +169,13 @@ class _Expander:
 
 
 def _inside(inner: Origin, at: Origin) -> Origin:
-    """Where an op of a layer is in the whole model."""
+    """Where an op of a layer is in the full model."""
     fqn = f"{at.fqn}.{inner.fqn}" if inner.fqn else at.fqn
     return Origin(fqn, at.call, inner.source or at.source)
 
 
 def _moved(node: Node, site: int) -> Node:
-    """A dropout with the number it has in the whole model."""
+    """A dropout with the number it has in the full model."""
     if node.op != _DROPOUT or not site:
         return node
     args = list(node.args)

@@ -43,9 +43,9 @@ def with_slots(graph: Graph) -> Graph:
     types = dict(graph.types())
     nodes: list[Node] = []
     for node in graph.nodes:
-        made = _filled(node, [types[r] for r in refs_of(node)])
-        types.update((o, t) for o, t in zip(made.outs, made.types, strict=True) if t is not None)
-        nodes.append(made)
+        new = _filled(node, [types[r] for r in refs_of(node)])
+        types.update((o, t) for o, t in zip(new.outs, new.types, strict=True) if t is not None)
+        nodes.append(new)
     return replace(graph, nodes=tuple(nodes))
 
 
@@ -61,9 +61,9 @@ def _filled(node: Node, ins: Sequence[TensorType]) -> Node:
     hold = _holds_slots(node, ins)
     if not any(hold):
         return node  # a sum over all slots
-    made = _without_count(node, slots.shape[0])
-    types = zip(made.types, hold, strict=True)
-    return replace(made, types=tuple(t and replace(t, filled=slots.filled) if h else t for t, h in types))
+    new = _without_count(node, slots.shape[0])
+    types = zip(new.types, hold, strict=True)
+    return replace(new, types=tuple(t and replace(t, filled=slots.filled) if h else t for t, h in types))
 
 
 def _holds_slots(node: Node, ins: Sequence[TensorType]) -> list[bool]:

@@ -59,7 +59,7 @@ def _linear(module: Any, name: str, rows: torch.Tensor, slots: torch.Tensor) -> 
     """Every row through its own expert's matrix and bias: [s, k] -> [s, n]."""
     weight = getattr(module, name)
     # transformers calls [E, k, n] transposed; for us it is [E, n, k]
-    made: torch.Tensor = _ops.expert_mm(rows.to(weight.dtype), slots, weight, not module.is_transposed)
+    new: torch.Tensor = _ops.expert_mm(rows.to(weight.dtype), slots, weight, not module.is_transposed)
     if not module.has_bias:
-        return made
-    return made + _ops.expert_rows(getattr(module, f"{name}_bias"), slots).to(made.dtype)
+        return new
+    return new + _ops.expert_rows(getattr(module, f"{name}_bias"), slots).to(new.dtype)

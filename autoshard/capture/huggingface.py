@@ -86,14 +86,14 @@ def configs_in(*configs: Any) -> list[Any]:
     """Configs and those inside them, each once."""
     from transformers.configuration_utils import PreTrainedConfig
 
-    found: dict[int, Any] = {}
+    result: dict[int, Any] = {}
 
     def add(value: object) -> None:
-        if isinstance(value, PreTrainedConfig) and id(value) not in found:
-            found[id(value)] = value
+        if isinstance(value, PreTrainedConfig) and id(value) not in result:
+            result[id(value)] = value
             for inner in value.__dict__.values():
                 add(inner)
 
     for config in configs:
         add(config)
-    return list(found.values())
+    return list(result.values())

@@ -147,15 +147,15 @@ class _Importer:
         if not isinstance(value, torch.Tensor):
             return None
         key = (value.shape, value.dtype)
-        found = self.types.get(key)
-        if found is None:
+        result = self.types.get(key)
+        if result is None:
             if value.dtype not in _DTYPES:
                 raise CaptureError(
                     f"tensors of type {value.dtype} are not supported", hint="use a plain element type"
                 )
             shape = tuple(int(n) for n in value.shape)
-            found = self.types[key] = TensorType(shape, _DTYPES[value.dtype])
-        return found
+            result = self.types[key] = TensorType(shape, _DTYPES[value.dtype])
+        return result
 
     def _port(self, value: object, kind: Any, target: str, wish: str) -> str:
         """A port of the type of a value; its name."""
@@ -259,27 +259,27 @@ class _Importer:
         if number is not None and number != COPY:
             origin = self.origins[number]
         else:
-            found = [self.made[r] for r in _refs((args, kwargs)) if r in self.made]
-            origin = max(found, key=_first)[1] if found else Origin()
+            result = [self.made[r] for r in _refs((args, kwargs)) if r in self.made]
+            origin = max(result, key=_first)[1] if result else Origin()
         position = len(self.nodes)
         for out in outs:
             self.made[out] = (position, origin)
         return origin
 
     def _schema(self, target: torch._ops.OpOverload, node: fx.Node) -> _Schema:
-        found = self.schemas.get(target)
-        if found is None:
+        result = self.schemas.get(target)
+        if result is None:
             schema = target._schema
             name = str(target)
             if schema.is_mutable:
                 raise self._refusal(node, f"the op {name} writes in place and could not be made functional")
-            found = self.schemas[target] = _Schema(
+            result = self.schemas[target] = _Schema(
                 name,
                 tuple(a.name for a in schema.arguments),
                 {a.name: a.default_value for a in schema.arguments if a.has_default_value()},
                 any(a.name in PLACING for a in schema.arguments),
             )
-        return found
+        return result
 
     def _arguments(
         self, node: fx.Node, schema: _Schema
@@ -377,9 +377,9 @@ def _same(default: object, value: object) -> bool:
 
 
 def _refs(arg: Arg) -> list[str]:
-    found: list[str] = []
-    _gather(arg, found.append)
-    return found
+    result: list[str] = []
+    _gather(arg, result.append)
+    return result
 
 
 def _gather(arg: Arg, add: Callable[[str], object]) -> None:

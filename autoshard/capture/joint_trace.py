@@ -140,7 +140,7 @@ def _joint(
     changed = [k for k, t in enumerate(given) if _is_changed(t, args[k])]
     trained = [k for k, t in enumerate(args) if t.requires_grad]
     led = [] if set(changed) & set(trained) else [k for k, t in enumerate(outs) if t.requires_grad]
-    found: dict[int, torch.Tensor | None] = {}
+    result: dict[int, torch.Tensor | None] = {}
     if led and trained:
         tangents = _tangents(tracer, [outs[k] for k in led], mode)
         grads = _gradients(
@@ -153,20 +153,20 @@ def _joint(
                 why="the gradients of a program only depend on what it is given",
                 hint="return new tensors from the backward of an autograd function",
             )
-        found = dict(zip(trained, grads, strict=True))
+        result = dict(zip(trained, grads, strict=True))
     ends: list[tuple[OutputKind, int, torch.Tensor | None]] = [
         *(("mutation", k, given[k]) for k in changed),
         *(("output", k, t) for k, t in enumerate(outs)),
     ]
-    if found:
-        ends += [("grad", k, found[k]) if k in found else ("nothing", -1, None) for k in range(len(args))]
+    if result:
+        ends += [("grad", k, result[k]) if k in result else ("nothing", -1, None) for k in range(len(args))]
     values = [None if t is None else _node_of(tracer, _inner(t)) for _, _, t in ends]
     tracer.create_node("output", "output", (values,), {})
     _copy_to_backward(tracer.graph)
     tracer.graph.eliminate_dead_code()
     _drop_tokens(tracer.graph)
     inputs: list[tuple[InputKind, int]] = [("plain", k) for k in range(len(args))]
-    inputs += [("tangent", k) for k in led if found]
+    inputs += [("tangent", k) for k in led if result]
     return Traced(tracer.graph, tracer.root, tuple(inputs), tuple((kind, k) for kind, k, _ in ends))
 
 
@@ -219,15 +219,15 @@ def recorded(
         # what the tracer's own way notes of the arguments for a code generator takes longer than all the rest
         create = partial(fx.Tracer.create_node, tracer, "call_function")
         node = create(op, (*known, text), {}, name=op._opname)
-        made = [_like(first, getattr(torch, dtype), sizes) for dtype, sizes in types]
-        node.meta["val"] = made
-        for position, tensor in enumerate(made):
+        new = [_like(first, getattr(torch, dtype), sizes) for dtype, sizes in types]
+        node.meta["val"] = new
+        for position, tensor in enumerate(new):
             each = create(operator.getitem, (node, position), {})
             each.meta["val"] = tensor
             slot = proxy_tensor._ProxyTensor(tracer.proxy(each), None)
             proxy_tensor.set_proxy_slot(tensor, tracer, slot)
         # as `FunctionalTensor.to_functional` does for what has no gradient
-        return [FunctionalTensor(torch._to_functional_tensor(t), functional) for t in made]
+        return [FunctionalTensor(torch._to_functional_tensor(t), functional) for t in new]
 
 
 def _like(first: FakeTensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> FakeTensor:
@@ -349,7 +349,7 @@ def _inner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _proxy_of(tracer: proxy_tensor.PythonKeyTracer, tensor: torch.Tensor) -> Any:
-    slot: Any = proxy_tensor.get_proxy_slot(tensor, tracer, tensor, lambda found: found.proxy)
+    slot: Any = proxy_tensor.get_proxy_slot(tensor, tracer, tensor, lambda result: result.proxy)
     return slot
 
 

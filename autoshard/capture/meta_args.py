@@ -17,7 +17,7 @@ class Absent(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> Absent:
-        made: Absent = torch.Tensor._make_wrapper_subclass(
+        new: Absent = torch.Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
@@ -25,7 +25,7 @@ class Absent(torch.Tensor):
             device=torch.device("cpu"),
             requires_grad=like.requires_grad,
         )
-        return made
+        return new
 
     # reading the type is no op; all else arrives below
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -29,13 +29,13 @@ class ModuleSnapshot:
     @staticmethod
     def of(module: nn.Module) -> ModuleSnapshot:
         """As it is now."""
-        found: list[_Before] = []
+        result: list[_Before] = []
         for each in module.modules():
             attributes = each.__dict__
-            found.append((attributes, dict(attributes)))
+            result.append((attributes, dict(attributes)))
             # tables come after what holds them
-            found += [(value, dict(value)) for value in attributes.values() if isinstance(value, dict)]
-        return ModuleSnapshot(module, tuple(found))
+            result += [(value, dict(value)) for value in attributes.values() if isinstance(value, dict)]
+        return ModuleSnapshot(module, tuple(result))
 
     def __enter__(self) -> ModuleSnapshot:
         return self

@@ -60,5 +60,5 @@ def _modules_of(model: nn.Module) -> list[ModuleType]:
     """The Python modules of a model's classes and of those they are derived from, without torch's."""
     classes = {base for module in model.modules() for base in type(module).__mro__}
     names = sorted({cls.__module__ for cls in classes})
-    found = (sys.modules.get(name) for name in names if name.partition(".")[0] not in ("torch", "builtins"))
-    return [module for module in found if module is not None]
+    result = (sys.modules.get(name) for name in names if name.partition(".")[0] not in ("torch", "builtins"))
+    return [module for module in result if module is not None]

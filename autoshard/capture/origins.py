@@ -50,11 +50,11 @@ def user_line_of(frame: FrameType | None, outside: Collection[str] = ()) -> str:
 
 def user_statement_of(frame: FrameType | None) -> str:
     """The same with the text of the line."""
-    found = next(_user_frames(frame, ()), None)
-    if found is None:
+    result = next(_user_frames(frame, ()), None)
+    if result is None:
         return ""
-    text = linecache.getline(found.f_code.co_filename, found.f_lineno, found.f_globals)
-    return f"{_line(found)}: {text.strip()}"
+    text = linecache.getline(result.f_code.co_filename, result.f_lineno, result.f_globals)
+    return f"{_line(result)}: {text.strip()}"
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,13 @@ class OriginRecorder:
 
 def user_line(traceback: TracebackType | None, within: CodeType) -> tuple[str, str]:
     """(``file:line``, text of the line) of the innermost user code called by ``within`` in a traceback."""
-    inside, found = False, ("", "")
+    inside, result = False, ("", "")
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if code is within:
-            inside, found = True, ("", "")
+            inside, result = True, ("", "")
         elif inside and not is_library(code.co_filename):
             text = linecache.getline(code.co_filename, traceback.tb_lineno, traceback.tb_frame.f_globals)
-            found = (f"{short_path(code.co_filename)}:{traceback.tb_lineno}", text.strip())
+            result = (f"{short_path(code.co_filename)}:{traceback.tb_lineno}", text.strip())
         traceback = traceback.tb_next
-    return found
+    return result

@@ -39,15 +39,15 @@ class MixedPrecision:
     def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Of a model, by name, as its modules get them: for ``torch.func.functional_call``, which takes no
         two tensors for the names of a tied one."""
-        found: dict[str, torch.Tensor] = {}
+        result: dict[str, torch.Tensor] = {}
         cast_once: dict[tuple[int, bool], torch.Tensor] = {}
         for path, module in model.named_modules():
             for key, p in module.named_parameters(recurse=False):
                 same = id(p), isinstance(module, _BatchNorm)
                 if same not in cast_once:
                     cast_once[same] = self.of_parameter(p, module)
-                found[f"{path}.{key}" if path else key] = cast_once[same]
-        return found
+                result[f"{path}.{key}" if path else key] = cast_once[same]
+        return result
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch_dtype(_DTYPES[self.name]) if self.name else tensor.dtype

@@ -1,4 +1,4 @@
-"""An op that stands for a whole call of a repeated layer while the rest of the model is traced.
+"""An op that stands for a full call of a repeated layer while the rest of the model is traced.
 
 It never runs: `capture/expand_repeats.py` puts the layer's own graph in its place. ``key`` says what the
 fake tensors and the gradients look like: ``call|body|dtype:sizes;...|inputs with a gradient|dropout calls
@@ -88,7 +88,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors, key = ctx.saved_tensors, ctx.key
-        whole = tuple(
+        full = tuple(
             tensors[0].new_zeros(key.outs[k][1], dtype=getattr(torch, key.outs[k][0]))
             if (grad := grads[k]) is None
             else grad
@@ -96,11 +96,11 @@ class _Recorded(torch.autograd.Function):
         )
         types = [(str(tensors[k].dtype).removeprefix("torch."), tuple(tensors[k].shape)) for k in key.grads]
         op = torch.ops.autoshard.repeat_backward.default
-        made = recorded(ctx.tracer, op, (whole, tensors), key.text(), types)
-        found: list[torch.Tensor | None] = [None] * len(tensors)
-        for position, grad in zip(key.grads, made, strict=True):
-            found[position] = grad
-        return None, None, *found
+        new = recorded(ctx.tracer, op, (full, tensors), key.text(), types)
+        result: list[torch.Tensor | None] = [None] * len(tensors)
+        for position, grad in zip(key.grads, new, strict=True):
+            result[position] = grad
+        return None, None, *result
 
 
 def _never(*args: Any) -> Any:

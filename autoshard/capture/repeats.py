@@ -5,7 +5,7 @@ certain: the same classes, sizes, types, training flags and attributes all the w
 user's, and called with arguments of the same types, under the model's own modes (autocast, grad mode,
 function modes), with the globals, context variables and outer attributes that the first one was called with.
 Numbers in which they differ (``layer_idx``) are replaced, while the one layer is traced, by something that
-cannot be used: a layer that looks at its number is no repeat. Whatever is not certain makes the whole model
+cannot be used: a layer that looks at its number is no repeat. Whatever is not certain makes the full model
 be traced as it stands.
 """
 
@@ -130,13 +130,13 @@ def _token(value: object) -> Hashable:
 
 
 def _differing(members: list[nn.Module]) -> list[tuple[str, str]]:
-    found = []
+    result = []
     trees = [dict(m.named_modules(remove_duplicate=False)) for m in members]
     for path, module in trees[0].items():
         for name, value in module.__dict__.items():
             if _is_number(value) and any(tree[path].__dict__[name] != value for tree in trees[1:]):
-                found.append((path, name))
-    return found
+                result.append((path, name))
+    return result
 
 
 #: number of the group, structure of the arguments, what is known of them
@@ -206,14 +206,14 @@ class Repeats:
         """Names of parameters that no op of a call is given, whatever its body, once bodies are traced."""
         if not (self.tracing and self.apart):
             return set()
-        found: set[str] = set()
+        result: set[str] = set()
         for group in self.groups:
             bodies = [self.bodies[number] for key, number in self.numbers.items() if key[0] == group.number]
             targets = [b.away() for b in bodies]
             for module in group.members if targets else ():
                 names = self.parameters[module]
-                found |= {names[t] for t in set.intersection(*targets)}
-        return found
+                result |= {names[t] for t in set.intersection(*targets)}
+        return result
 
     def begin(self, lifter: Lifter, uncast: Mapping[int, torch.Tensor]) -> None:
         """A run of the model starts. uncast: identity of a parameter's cast, which the model has -> it."""
@@ -279,9 +279,9 @@ class Repeats:
         self.lifter.reads(tensors)
         trained = {k for k, _ in body.grads}
         grads = tuple(position for position, k in enumerate(passed) if k in trained)
-        made = [leaf for leaf in known.outs if isinstance(leaf, torch.Tensor)]
-        outs = tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made)
-        tangents = tuple(k for k, t in enumerate(made) if t.requires_grad)
+        new = [leaf for leaf in known.outs if isinstance(leaf, torch.Tensor)]
+        outs = tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in new)
+        tangents = tuple(k for k, t in enumerate(new) if t.requires_grad)
         call = RepeatKey(self.count, number, outs, grads, self.lifter.sites, tangents)
         self.count += 1
         self.lifter.sites += body.sites
@@ -290,7 +290,7 @@ class Repeats:
         return pytree.tree_unflatten(leaves, known.out_spec)
 
     def _parameter_or_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
-        """The tensor that the whole model is given: a layer has its own cast of a parameter."""
+        """The tensor that the full model is given: a layer has its own cast of a parameter."""
         tensor = _tensor_at(module, name)
         return self.uncast.get(id(tensor), tensor)
 
@@ -319,9 +319,9 @@ def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
     """A parameter or buffer by its dotted name."""
     path, _, key = name.rpartition(".")
     inner = module.get_submodule(path)
-    found = inner._parameters[key] if key in inner._parameters else inner._buffers[key]
-    assert found is not None
-    return found
+    result = inner._parameters[key] if key in inner._parameters else inner._buffers[key]
+    assert result is not None
+    return result
 
 
 def _attributes(module: nn.Module) -> list[dict[str, int]]:
@@ -355,16 +355,16 @@ def _signature(group: SiblingGroup, args: tuple[Any, ...], kwargs: dict[str, Any
     """What a call's graph can depend on: types of tensors, which are the same one, all other values."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen: dict[int, int] = {}
-    found: list[Hashable] = []
+    result: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             same = seen.setdefault(id(leaf), len(seen))
-            found.append((leaf.shape, leaf.dtype, leaf.requires_grad, same))
+            result.append((leaf.shape, leaf.dtype, leaf.requires_grad, same))
         elif isinstance(leaf, (*_SIMPLE, int)):
-            found.append((type(leaf), leaf))
+            result.append((type(leaf), leaf))
         else:
             raise NotRepeated(f"a layer is given a {type(leaf).__name__}")
-    return group.number, str(spec), tuple(found)
+    return group.number, str(spec), tuple(result)
 
 
 def _body(joint: Joint, call: _Call) -> Body:

@@ -70,8 +70,8 @@ def size_conditions(
         if rows != shapes[k][0]:
             leaves[k] = torch.zeros((rows, *shapes[k][1:]), dtype=leaves[k].dtype, device="meta")
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    found = _conditions(model, args, kwargs, precision)
-    return found if found is not None and found.hold(shapes) else None
+    result = _conditions(model, args, kwargs, precision)
+    return result if result is not None and result.hold(shapes) else None
 
 
 def _conditions(

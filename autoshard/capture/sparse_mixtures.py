@@ -120,9 +120,9 @@ class SparseMixtures(TorchFunctionMode):
         if name in ("scatter", "scatter_") and self._constants.get(first) is not None:
             return self._scattered(func, args, kwargs)
         if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
-            made = self._product(*args)
-            if made is not None:
-                return made
+            new = self._product(*args)
+            if new is not None:
+                return new
         out = func(*args, **kwargs)
         if name == "topk" and (args[2] if len(args) > 2 else kwargs.get("dim", -1)) in (-1, first.dim() - 1):
             self._choices[out[1]] = first.shape[-1]
@@ -182,9 +182,9 @@ class SparseMixtures(TorchFunctionMode):
 
     def _standing(self, rows: torch.Tensor, of: _Mixture, shape: Any) -> torch.Tensor:
         """A tensor of a dense shape for some rows."""
-        made: torch.Tensor = _ops.stands_for(rows, tuple(shape))
-        self._rows[id(made)] = _Rows(made, rows, of)
-        return made
+        new: torch.Tensor = _ops.stands_for(rows, tuple(shape))
+        self._rows[id(new)] = _Rows(new, rows, of)
+        return new
 
     def _on_rows(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = self._rows.get(id(args[0])) if args else None
@@ -223,8 +223,8 @@ class SparseMixtures(TorchFunctionMode):
             out = func(first.rows, *args[1:], **kwargs)
             return self._standing(out, of, dense)
         if name == "sum" and len(dense) == 3 and (args[1:], kwargs) in (((0,), {}), ((), {"dim": 0})):
-            made: torch.Tensor = _ops.combine(first.rows, of.chosen, of.slots)
-            return made
+            new: torch.Tensor = _ops.combine(first.rows, of.chosen, of.slots)
+            return new
         raise NotSparseError
 
 

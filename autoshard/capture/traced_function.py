@@ -180,20 +180,20 @@ class Function:
         """The tensors in the output, copied so that none is another one or an input."""
         values, self.out_spec = pytree.tree_flatten(to_records(output))
         self.out_leaves = []
-        found: list[torch.Tensor] = []
+        result: list[torch.Tensor] = []
         for value in values:
             if isinstance(value, torch.Tensor):
-                self.out_leaves.append(Leaf(len(found)))
-                found.append(value)
+                self.out_leaves.append(Leaf(len(result)))
+                result.append(value)
             else:
                 _check_static(value)
                 self.out_leaves.append(Leaf(-1, repr(value)))
-        wanted = _differentiated(found, self.differentiate)
-        able = {k for k, t in enumerate(found) if t.requires_grad and t.is_floating_point()}
+        wanted = _differentiated(result, self.differentiate)
+        able = {k for k, t in enumerate(result) if t.requires_grad and t.is_floating_point()}
         self.out_leaves = [
             Leaf(leaf.position, GRAD) if leaf.position in able else leaf for leaf in self.out_leaves
         ]
-        return tuple(torch.clone(t if k in wanted else t.detach()) for k, t in enumerate(found))
+        return tuple(torch.clone(t if k in wanted else t.detach()) for k, t in enumerate(result))
 
 
 def _differentiated(outputs: Sequence[torch.Tensor], differentiate: Differentiate) -> set[int]:

@@ -114,14 +114,14 @@ def _report(programs: Sequence[Program], out: Path, json: bool) -> None:
     from autoshard.cluster import Mesh
 
     program, *others = programs
-    ranks, *fewer = (Mesh.parse(p.whole_mesh).world_size for p in programs)
+    ranks, *fewer = (Mesh.parse(p.full_mesh).world_size for p in programs)
     if json:
         document = {
             "command": "compile",
             "folder": str(out),
-            "mesh": program.whole_mesh,
+            "mesh": program.full_mesh,
             "ranks": ranks,
-            "also": [{"ranks": n, "mesh": p.whole_mesh} for n, p in zip(fewer, others, strict=True)],
+            "also": [{"ranks": n, "mesh": p.full_mesh} for n, p in zip(fewer, others, strict=True)],
             "target": program.target,
             "options": dict(program.options),
             "segments": list(program.lowered.segments),
@@ -130,10 +130,10 @@ def _report(programs: Sequence[Program], out: Path, json: bool) -> None:
         print_json(document)
         return
     console = stdout()
-    console.print(f"[bold]{program.whole_mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to ", end="")
+    console.print(f"[bold]{program.full_mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to ", end="")
     console.print(str(out), markup=False)
     for count, other in zip(fewer, others, strict=True):
-        console.print(f"[bold]{other.whole_mesh}[/]  for {count} ranks, in the same folder")
+        console.print(f"[bold]{other.full_mesh}[/]  for {count} ranks, in the same folder")
     word = quote(str(out))
     console.print(f"verify   autoshard verify {word}", markup=False)
     console.print(f"read     autoshard inspect {word} --rank 0", markup=False)

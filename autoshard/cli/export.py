@@ -51,7 +51,7 @@ def export_command(
         say("reading it by modules")
         exported = export(planned, format, model=built.model, example_inputs=built.inputs)
         if out is not None:
-            write_whole(out, exported.text)
+            write_atomically(out, exported.text)
         if json:
             place = str(out) if out else None
             document = {
@@ -101,7 +101,7 @@ def check_file(out: Path, *, overwrite: bool) -> None:
         )
 
 
-def write_whole(out: Path, text: str) -> None:
+def write_atomically(out: Path, text: str) -> None:
     """Write a file that appears complete or, on any error, not at all. Raises UsageError if it cannot be."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import msgspec
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir.decode import decoded
 from autoshard.options import PlanOptions, chosen_of
-from autoshard.program.store import replaced_whole
+from autoshard.program.store import replaced_full
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
 
@@ -47,7 +47,7 @@ def write_plan(folder: Path, plan: Plan, request: Request, *, overwrite: bool) -
     """Write both files; the folder appears complete or not at all."""
     check_plan_folder(folder, overwrite=overwrite)
     document = {"schema": _SCHEMA, **msgspec.structs.asdict(request), "options": chosen_of(request.options)}
-    with replaced_whole(folder) as staging:
+    with replaced_full(folder) as staging:
         (staging / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
         (staging / "request.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

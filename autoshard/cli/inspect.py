@@ -169,7 +169,7 @@ def _show_timeline(
         document = {
             "command": "inspect",
             "folder": str(folder),
-            "mesh": program.whole_mesh,
+            "mesh": program.full_mesh,
             "cluster": prices.name,
             "microbatches": program.microbatches,
             "timeline": timeline_json(estimate),
@@ -179,10 +179,10 @@ def _show_timeline(
         return
     console = stdout()
     count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
-    console.print(f"[bold]{program.whole_mesh}[/]  {count}, cost model of {prices.name}\n")
+    console.print(f"[bold]{program.full_mesh}[/]  {count}, cost model of {prices.name}\n")
     console.print(gantt.text(estimate.timeline, console.width if console.is_terminal else 100))
     console.print("[dim]update: gradients are reduced over ranks and stages, then AdamW[/]")
-    if program.mesh != program.whole_mesh:
+    if program.mesh != program.full_mesh:
         console.print(f"[dim]one row per pipeline rank; all ranks of {program.mesh} in it do the same[/]")
     console.print()
     stage_table = table(*COLUMNS, right=RIGHT)

@@ -66,16 +66,16 @@ def plan_command(
         if out is not None:
             check_plan_folder(out, overwrite=overwrite)
         inputs = batch_options(target, batch, options.global_batch, seq)
-        whole_range = None if lengths is None else _range_of(lengths, also)
-        if whole_range is not None:
+        full_range = None if lengths is None else _range_of(lengths, also)
+        if full_range is not None:
             from autoshard import api
 
             model, where, more = planning_arguments(target, mesh, cluster, inputs, options, rules, Progress())
-            found = api.plan_length_range(model, where, lengths=whole_range, target=target, **more)
+            result = api.plan_length_range(model, where, lengths=full_range, target=target, **more)
             if out is not None:
                 request = Request(target, inputs, options, "" if rules is None else str(rules))
-                write_plan(out, found.planned.plan, request, overwrite=overwrite)
-            print_range(found, json=json)
+                write_plan(out, result.planned.plan, request, overwrite=overwrite)
+            print_range(result, json=json)
             return
         if lengths is not None:
             if out is not None:
@@ -118,36 +118,36 @@ def _range_of(lengths: str, also: str) -> LengthRange | None:
     """None if they are a distribution."""
     from autoshard.planner.length_range import parse_range
 
-    found = parse_range(lengths)
-    if found is not None and also:
+    result = parse_range(lengths)
+    if result is not None and also:
         raise UsageError(
             "--also goes without a range of --lengths", hint="plan each number of ranks by itself"
         )
-    return found
+    return result
 
 
-def print_range(found: RangePlan, *, json: bool) -> None:
+def print_range(result: RangePlan, *, json: bool) -> None:
     """The plan of a range of lengths, and where its peak is."""
     from autoshard.ir.units import bytes_text
     from autoshard.report.summary import summarise
 
-    one = found.planned
+    one = result.planned
     summary = summarise(one.plan, one.analysis, one.solution, one.staging, one.peak, one.device)
     if json:
-        peaks = [{"length": p.length, "peak_bytes": p.bytes, "own_plan": p.own} for p in found.peaks]
-        ends = {"shortest": found.range.shortest, "longest": found.range.longest}
-        document = {"lengths": {**ends, "looked_at": peaks, "fullest": found.fullest.length}}
+        peaks = [{"length": p.length, "peak_bytes": p.bytes, "own_plan": p.own} for p in result.peaks]
+        ends = {"shortest": result.range.shortest, "longest": result.range.longest}
+        document = {"lengths": {**ends, "looked_at": peaks, "fullest": result.fullest.length}}
         print_json({"command": "plan", **summary.as_json(), **document})
         return
     print_summary(summary)
     lines = table("length", "memory", "plan", right=(0, 1))
-    for each in found.peaks:
+    for each in result.peaks:
         own = "its own, on the same parameters" if each.own else "that of the longest"
         lines.add_row(str(each.length), bytes_text(each.bytes), own)
     stdout().print()
     print_table(lines)
-    tokens = f"{found.range.shortest} to {found.range.longest} tokens"
-    most = f"{bytes_text(found.fullest.bytes)} at {found.fullest.length} tokens"
+    tokens = f"{result.range.shortest} to {result.range.longest} tokens"
+    most = f"{bytes_text(result.fullest.bytes)} at {result.fullest.length} tokens"
     stdout().print(f"\nany length of {tokens}: peak {most}; the step is that of the longest", markup=False)
 
 
@@ -238,15 +238,15 @@ def planning_arguments(
     return built.model, planned_for, more
 
 
-def print_lengths(found: LengthPlans, *, json: bool) -> None:
+def print_lengths(result: LengthPlans, *, json: bool) -> None:
     """The plans of a distribution of lengths."""
     from autoshard.cluster import Mesh
     from autoshard.ir.units import bytes_text, seconds_text
-    from autoshard.planner.lowering import whole_mesh
+    from autoshard.planner.lowering import full_mesh
 
-    notes = [f"{each.length} tokens: {w}" for each in found.plans for w in each.planned.plan.warnings]
-    plan = found.plans[0].planned.plan
-    mesh = str(whole_mesh(Mesh.parse(plan.mesh), plan))
+    notes = [f"{each.length} tokens: {w}" for each in result.plans for w in each.planned.plan.warnings]
+    plan = result.plans[0].planned.plan
+    mesh = str(full_mesh(Mesh.parse(plan.mesh), plan))
     if json:
         plans = [
             {
@@ -257,13 +257,13 @@ def print_lengths(found: LengthPlans, *, json: bool) -> None:
                 "rank_bytes": each.bytes,
                 "microbatches": each.planned.plan.microbatches,
             }
-            for each in found.plans
+            for each in result.plans
         ]
-        totals = {"step_seconds": found.seconds, "dual_bound": found.dual_bound, "gap": found.gap}
+        totals = {"step_seconds": result.seconds, "dual_bound": result.dual_bound, "gap": result.gap}
         print_json({"command": "plan", "mesh": mesh, "lengths": plans, "expected": totals, "warnings": notes})
         return
     lines = table("length", "steps", "step", "alone", "memory", "microbatches", right=(0, 1, 2, 3, 4, 5))
-    for each in found.plans:
+    for each in result.plans:
         lines.add_row(
             f"{each.length}",
             f"{each.share:.0%}",
@@ -275,8 +275,8 @@ def print_lengths(found: LengthPlans, *, json: bool) -> None:
     console = stdout()
     console.print(f"[bold]{mesh}[/]  one set of parameters, one program for each length\n")
     print_table(lines)
-    gap = "optimal" if found.gap <= 1e-9 else f"gap at most {found.gap:.2%}"
-    console.print(f"\nexpected step {seconds_text(found.seconds)}, {gap}", markup=False)
+    gap = "optimal" if result.gap <= 1e-9 else f"gap at most {result.gap:.2%}"
+    console.print(f"\nexpected step {seconds_text(result.seconds)}, {gap}", markup=False)
     _print_warnings(notes)
 
 

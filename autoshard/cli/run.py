@@ -81,7 +81,7 @@ def run_command(
         from autoshard.runtime.arguments import split_inputs
         from autoshard.runtime.corpus import load_corpus
         from autoshard.runtime.groups import world_size
-        from autoshard.runtime.microbatch import whole_batch
+        from autoshard.runtime.microbatch import full_batch
         from autoshard.runtime.module import ParallelModule
         from autoshard.runtime.step_log import StepLog
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
@@ -93,10 +93,10 @@ def run_command(
         say = Progress(quiet=not first)
         # before anything that takes time, since it may be refused
         steps_log = None if log is None else StepLog(log, _work(program, cluster), first=first)
-        with _process_group(Mesh.parse(program.whole_mesh), folder):
+        with _process_group(Mesh.parse(program.full_mesh), folder):
             say(f"building {target or program.target}")
             built = model_of(program, folder, target, seed)
-            example = whole_batch(program, split_inputs(built.inputs))
+            example = full_batch(program, split_inputs(built.inputs))
             feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
             model = api.load(
                 folder,
@@ -168,7 +168,7 @@ def _work(program: Program, cluster: str | None) -> StepWork:
         return StepWork(what, items, 0.0, None)
     machine = prices_of(program.plan, cluster)
     flop, dtype = program_flop(Pricer(program, machine))
-    return StepWork(what, items, flop, machine.peak(dtype, Mesh.parse(program.whole_mesh).world_size))
+    return StepWork(what, items, flop, machine.peak(dtype, Mesh.parse(program.full_mesh).world_size))
 
 
 def _printer(steps: int, first: bool, say: Progress | None) -> Callable[[StepReport], None] | None:
@@ -207,7 +207,7 @@ def _report(
         document = {
             "command": "run",
             "folder": str(folder),
-            "mesh": program.whole_mesh,
+            "mesh": program.full_mesh,
             "microbatches": program.microbatches,
             "data": source,
             "losses": [r.loss for r in reports],

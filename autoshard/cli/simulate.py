@@ -78,7 +78,7 @@ def simulate_command(
         say(f"reading {folder}")
         program = load_program(folder, only_read=True)
         machine = prices_of(program.plan, cluster)
-        say(f"simulating {program.whole_mesh} on {machine.name}")
+        say(f"simulating {program.full_mesh} on {machine.name}")
         estimate, prices = simulated(program, machine)
         device = device_memory(Peaks(prices))
         rate = simulation.rates(program, estimate)
@@ -149,7 +149,7 @@ def _print(
 
     console = stdout()
     count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
-    console.print(f"[bold]{program.whole_mesh}[/]  {rate.devices} x {cluster.device.name}, {count}\n")
+    console.print(f"[bold]{program.full_mesh}[/]  {rate.devices} x {cluster.device.name}, {count}\n")
     breakdown = table("breakdown", "time", "share", right=(1, 2))
     for name, seconds in simulation.parts_of(estimate):
         breakdown.add_row(name, seconds_text(seconds), f"{100 * seconds / estimate.seconds:.1f} %")

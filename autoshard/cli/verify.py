@@ -107,7 +107,7 @@ def verify_command(
 def _proved(program: Program, rules: Rules, cluster: str | None, say: Progress) -> StaticReport:
     from autoshard.verify.static import verify_static
 
-    say(f"proving {program.whole_mesh} without running it")
+    say(f"proving {program.full_mesh} without running it")
     return verify_static(program, rules=rules, cluster=_machine(program, cluster))
 
 

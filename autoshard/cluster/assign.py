@@ -3,7 +3,7 @@
 After J. Yim et al., "Pipette: Automatic Fine-Grained Large Language Model Training Configurator for
 Real-World Clusters" (DATE 2024, arXiv 2405.18093): the slowest link of a ring sets its pace, so that slow
 links belong where little is sent; simulated annealing over swaps finds where. Here it begins at a greedy
-grouping, swaps whole blocks of ranks as well as single ones, and ends no worse than rank r on device r.
+grouping, swaps full blocks of ranks as well as single ones, and ends no worse than rank r on device r.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def mesh_candidates(cluster: Cluster, world_size: int, widest_tp: int | None = N
     Axes of size 1 are left out (dp=1 if all are). tp is innermost and at most ``widest_tp`` ranks wide; by
     default it stays inside a node: the largest level of at most 16 devices, or the innermost level of more
     than one device if all are larger, or 64 devices that are all equally close. An axis either stays within a
-    group of a level or covers whole groups; levels that hold the whole mesh do not matter. Raises UsageError
+    group of a level or covers full groups; levels that hold the full mesh do not matter. Raises UsageError
     if the cluster has fewer devices.
     """
     if world_size < 1:

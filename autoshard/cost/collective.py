@@ -43,7 +43,7 @@ def seconds(kind: str, nbytes: Array, link: AxisLink) -> Array: ...
 def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
     """Seconds of one collective over a link; 0 for no bytes, or for one rank.
 
-    nbytes is the size on one rank of the whole tensor: all_gather: of the gathered result; reduce_scatter:
+    nbytes is the size on one rank of the full tensor: all_gather: of the gathered result; reduce_scatter:
     of the input; all_reduce and broadcast: of the tensor; all_to_all: of the local input; send: of the
     message; hop: of what a rank passes on to the next of a ring. It may be an array. A kind that was timed on
     the link costs what was measured.
@@ -143,9 +143,9 @@ def _hop(n: Bytes, link: AxisLink) -> Bytes:
     """One step of a ring, all ranks at once: a + n/b, b of a rank alone where the axis leaves a node, as one
     ring crosses there over one card. Never below its share, 1/(p - 1), of an all-gather of all that goes
     round."""
-    whole = seconds("all_gather", n * link.size, link)
+    full = seconds("all_gather", n * link.size, link)
     step = link.latency + n / min(link.bandwidth, link.alone)
-    return _more(step, whole / max(1, link.size - 1))
+    return _more(step, full / max(1, link.size - 1))
 
 
 _FORMULAS: Mapping[str, Callable[[Any, AxisLink], Any]] = {

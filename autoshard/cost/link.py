@@ -167,7 +167,7 @@ def _levels_crossed(levels: tuple[Level, ...], size: int, stride: int, world: in
     """Levels that ranks s, s + stride, ... cross, if they do so alike wherever their group begins.
 
     A group extends over ``size * stride`` ranks. They lie alike if each level's parts hold whole strides and
-    whole groups, or the other way round; the group of all ranks ends where the mesh ends, wherever that is.
+    full groups, or the other way round; the group of all ranks ends where the mesh ends, wherever that is.
     """
     extent = size * stride
     for level in levels:

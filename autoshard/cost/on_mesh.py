@@ -11,7 +11,7 @@ from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import link_of
 from autoshard.cost.model import CostModel
 from autoshard.cost.reshard import ReshardCost
-from autoshard.cost.stage_machines import StageMachine, bounding_machine, kinds_of, whole_mesh
+from autoshard.cost.stage_machines import StageMachine, bounding_machine, full_mesh, kinds_of
 
 
 def cost_model(cluster: Cluster, mesh: Mesh, order: RankOrder | None = None) -> CostModel:
@@ -72,4 +72,4 @@ class CostModels:
 
     def rough_order(self, mesh: Mesh) -> RankOrder | None:
         """Of all ranks of a pipeline whose ranks are such meshes; None where no links were measured."""
-        return laid_roughly(self.cluster, whole_mesh(mesh, self.ranks(mesh))).order
+        return laid_roughly(self.cluster, full_mesh(mesh, self.ranks(mesh))).order

@@ -142,9 +142,9 @@ class ReshardCost:
 
     def step_seconds(self, type_: TensorType, source: Layout, step: AxisChange) -> float:
         """Seconds of one step taken from ``source``."""
-        whole = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
+        full = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
         width = type_.nbytes / max(1, type_.numel)
-        nbytes = type_.existing(held_numel(type_.shape, whole, self.sizes)) * width
+        nbytes = type_.existing(held_numel(type_.shape, full, self.sizes)) * width
         return self._price(step.kind, step.axis, nbytes, step.source, step.target)
 
     def table(
@@ -212,7 +212,7 @@ class ReshardCost:
             for group in alike.values():
                 if len(group) > 1:
                     # whoever splits nothing on this axis holds the whole
-                    whole = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
+                    full = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
                     prices: dict[TransferKind, tuple[float, float]] = {}
                     ends = [
                         (i, p, _is_copied(p), _even(type_.shape, nodes[i], axis, self.sizes))
@@ -228,7 +228,7 @@ class ReshardCost:
                             ):
                                 continue
                             if kind not in prices:
-                                prices[kind] = self._prices(kind, axis, whole, share.of(kind))
+                                prices[kind] = self._prices(kind, axis, full, share.of(kind))
                             time, copy = prices[kind]
                             if copied_from:
                                 time += copy

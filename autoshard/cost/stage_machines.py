@@ -1,7 +1,7 @@
 """What each rank of a pipeline runs on, where devices and wiring are not all alike.
 
 `pp` is the outermost axis, so that pipeline rank p is the p-th block of ranks, and ranks go group by group:
-where groups of a cluster hold whole blocks, the stages of a pipeline differ in speed, and slow links between
+where groups of a cluster hold full blocks, the stages of a pipeline differ in speed, and slow links between
 groups only join two of them (F. Yang et al., "Holmes", arXiv 2312.03549).
 """
 
@@ -28,17 +28,17 @@ class StageMachine:
     links: tuple[AxisLink, ...]
 
 
-def whole_mesh(inner: Mesh, ranks: int) -> Mesh:
+def full_mesh(inner: Mesh, ranks: int) -> Mesh:
     """The mesh of all ranks of a pipeline; the inner one without one."""
     return inner if ranks == 1 else Mesh((Axis("pp", ranks), *inner.axes))
 
 
 def bounding_machine(cluster: Cluster, inner: Mesh, ranks: int) -> StageMachine:
     """The device and the links that no pipeline rank is slower than."""
-    whole = whole_mesh(inner, ranks)
-    used = cluster.used_by(whole.world_size)
+    full = full_mesh(inner, ranks)
+    used = cluster.used_by(full.world_size)
     return StageMachine(
-        used.device, tuple(link_of(used, whole, (ranks > 1) + k) for k in range(len(inner.axes)))
+        used.device, tuple(link_of(used, full, (ranks > 1) + k) for k in range(len(inner.axes)))
     )
 
 
@@ -57,11 +57,11 @@ def stage_machines(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[StageMach
     machines: list[StageMachine] = []
     for block in _blocks(used, inner.world_size, ranks):
         inside = tuple(dict.fromkeys(_groups_of(used, block)))
-        whole = _is_aligned(used, inside, inner.world_size)
-        key = inside if whole else block
+        full = _is_aligned(used, inside, inner.world_size)
+        key = inside if full else block
         if key not in cache:
             device = bounding([used.groups[k].device for k in inside])
-            links = bound.links if used.links is not None else _links(used, inside, inner, block, whole)
+            links = bound.links if used.links is not None else _links(used, inside, inner, block, full)
             cache[key] = StageMachine(device, links)
         machines.append(cache[key])
     distinct = list(dict.fromkeys(machines))
@@ -81,7 +81,7 @@ def boundary_links(cluster: Cluster, inner_world: int, ranks: int) -> tuple[Axis
 
 
 def pipelines_fit(cluster: Cluster, inner_world: int, ranks: int) -> bool:
-    """Whether every pipeline rank is in one group of a cluster, or is made of whole groups."""
+    """Whether every pipeline rank is in one group of a cluster, or is made of full groups."""
     used = cluster.used_by(ranks * inner_world)
     if not used.groups:
         return True
@@ -176,8 +176,8 @@ def _links(
         return tuple(link_of(cluster, inner, k, RankOrder(block)) for k in axes)
     group = cluster.groups[inside[0]]
     ranks = (group.devices or 0) // inner.world_size
-    whole = whole_mesh(inner, ranks)
-    return tuple(link_of(group, whole, k + (ranks > 1)) for k in axes)
+    full = full_mesh(inner, ranks)
+    return tuple(link_of(group, full, k + (ranks > 1)) for k in axes)
 
 
 def _faster(bound: Device, device: Device) -> float:

@@ -1,9 +1,9 @@
-"""From sums over a program to the time of a whole step: microbatches, and what overlaps with what.
+"""From sums over a program to the time of a full step: microbatches, and what overlaps with what.
 
 Collectives of parameters (gathers before use, reductions of gradients) do not depend on the activations
 beside them, so they run behind computing. Collectives of activations stand in its way, but for those of
 backward, beside which gradients of parameters are computed (`passes.overlap.schedule_ops`). The first
-microbatch of a step also gathers what is kept for the whole step, the last one also reduces what waited,
+microbatch of a step also gathers what is kept for the full step, the last one also reduces what waited,
 so those two take longer than the ones between (Zhu et al., "Mist", EuroSys 2025, section 4, keep the same
 distinction).
 
@@ -23,7 +23,7 @@ class StepSums:
 
     work: computing, in forward and in backward (which holds what is recomputed). talk: collectives of
     activations, of forward and what else is in their way, and of backward. gather: of parameters, before each
-    use. reduce: of gradients in every microbatch. first: gathers that last for the whole step. last:
+    use. reduce: of gradients in every microbatch. first: gathers that last for the full step. last:
     reductions of gradients once a step. update: of the optimizer, once a step. once: collectives once a step
     beside which nothing is computed.
     """

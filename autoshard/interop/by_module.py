@@ -62,7 +62,7 @@ def by_module(
     """
     mesh = Mesh.parse(plan.mesh)
     uses = parameter_uses(analysis)
-    found: dict[str, tuple[dict[str, Style], list[LeftOut]]] = {}
+    result: dict[str, tuple[dict[str, Style], list[LeftOut]]] = {}
     for number, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
         if size == 1 or meaning_of(name).splits_batch:
             continue
@@ -71,17 +71,17 @@ def by_module(
         sound = sound_styles(analysis, uses, wanted, size, local, split_tables=split_tables)
         notes += sound.notes
         notes += other_divisions(plan, analysis, sound.styles, notes, number)
-        notes += _left_whole(plan, analysis, sound, notes, number)
+        notes += _left_full(plan, analysis, sound, notes, number)
         notes += _dropped(analysis, sound)
-        found[name] = sound.styles, notes
-    axis = max(found, key=lambda name: (name == "tp", len(found[name][0])), default="")
+        result[name] = sound.styles, notes
+    axis = max(result, key=lambda name: (name == "tp", len(result[name][0])), default="")
     joint = analysis.folded.joint
     params = [p.target for p in joint.ports if p.kind == "param"] + [alias for alias, _ in joint.tied]
-    styles, notes = found.get(axis, ({}, []))
+    styles, notes = result.get(axis, ({}, []))
     if axis and not styles:
         why = "none of its divisions can be written" if notes else "the plan divides no module over it"
         notes.append(LeftOut(f"axis {axis}", f"{why}, so that its ranks repeat each other's work"))
-    for name in found:
+    for name in result:
         if name != axis:
             why = (
                 f"a module is divided over one axis, here {axis}: ranks along {name} repeat each other's work"
@@ -90,12 +90,12 @@ def by_module(
     return ByModule(mesh, axis if styles else "", styles, tuple(notes), tuple(params))
 
 
-def _left_whole(
+def _left_full(
     plan: Plan, analysis: Analysis, sound: Sound, noted: Sequence[LeftOut], axis: int
 ) -> list[LeftOut]:
     """Modules whose tensors the plan splits over an axis and the styles do not, beside those noted."""
     known = {pattern_of(name) for name in (*sound.styles, *(n.what for n in noted))}
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for number, call in enumerate(analysis.folded.calls):
         if call.backward:
             continue
@@ -105,21 +105,21 @@ def _left_whole(
                 n for n, lay in zip(node.outs, layouts, strict=True) if lay and isinstance(lay[axis], Shard)
             ]
             if any((number, name) not in sound.split for name in split):
-                found[pattern_of(node.origin.fqn)] = None
+                result[pattern_of(node.origin.fqn)] = None
     why = "the plan splits its tensors (along the tokens, mostly); here each rank works on all of them"
-    return [LeftOut(what or "the model's own code", why) for what in found if what not in known]
+    return [LeftOut(what or "the model's own code", why) for what in result if what not in known]
 
 
 def _dropped(analysis: Analysis, sound: Sound) -> list[LeftOut]:
     """Modules whose dropout would act on a rank's part of a tensor."""
     why = "its dropout acts on parts: ranks with one random seed drop the same places of theirs"
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for number, call in enumerate(analysis.folded.calls):
         if not call.backward:
             for node in analysis.folded.segments[call.segment].nodes:
                 if node.op.startswith(RANDOM) and (number, node.name) in sound.split:
-                    found[pattern_of(node.origin.fqn)] = None
-    return [LeftOut(what or "the model's own code", why) for what in found]
+                    result[pattern_of(node.origin.fqn)] = None
+    return [LeftOut(what or "the model's own code", why) for what in result]
 
 
 def check_order(mesh: Mesh) -> None:
@@ -178,10 +178,10 @@ def globs(names: Iterable[str], universe: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(".".join(words) for words in rows.values()))
 
 
-def note_lines(found: ByModule) -> list[tuple[str, list[str]]]:
+def note_lines(result: ByModule) -> list[tuple[str, list[str]]]:
     """(reason, names) of all notes, names grouped."""
     reasons: dict[str, list[str]] = {}
-    for note in found.notes:
+    for note in result.notes:
         reasons.setdefault(note.reason, []).append(note.what)
-    universe = [*found.params, *found.modules]
+    universe = [*result.params, *result.modules]
     return [(reason, grouped(names, universe)) for reason, names in reasons.items()]

@@ -38,7 +38,7 @@ def export(
     format: ``torch`` (a Python module with ``apply(model, mesh)``) or ``tp-plan`` (JSON for transformers).
     model, example_inputs: what was planned, on any device, also meta. With them the model's code is run
     (without data) with the sizes of a rank, and tensors stay split between modules where it is right on
-    parts; without them every divided module gives a whole output.
+    parts; without them every divided module gives a full output.
 
     Raises UsageError for another format, or where leaving something out would make the text wrong or empty;
     VerificationError if the plan is not for this model.

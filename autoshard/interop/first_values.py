@@ -37,10 +37,10 @@ def first_values(
     if not wanted:
         return {}
     values = {n: torch.empty(here[n].shape, dtype=here[n].dtype) for n in sorted(wanted)}
-    with _numbers_of_first(ranks), _in_place_of_tensors(model, values) as made:
-        before = {n: x._version for n, x in made.items()}
-        _initialise(model, None, set(made.values()), set())
-        return {n: x.detach() for n, x in made.items() if x._version != before[n]}
+    with _numbers_of_first(ranks), _in_place_of_tensors(model, values) as new:
+        before = {n: x._version for n, x in new.items()}
+        _initialise(model, None, set(new.values()), set())
+        return {n: x.detach() for n, x in new.items() if x._version != before[n]}
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any], str, torch.Tensor]]:
@@ -48,9 +48,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any], 
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, x in table.items():
-                found = module.__dict__.get(key) if x is None else x
-                if isinstance(found, torch.Tensor):
-                    yield f"{prefix}.{key}".lstrip("."), module, table, key, found
+                result = module.__dict__.get(key) if x is None else x
+                if isinstance(result, torch.Tensor):
+                    yield f"{prefix}.{key}".lstrip("."), module, table, key, result
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def _in_place_of_tensors(
     places = list(_places(model))
     held = [(table, key, table[key]) for _, _, table, key, _ in places]
     shapes = [(module.__dict__, key, x) for _, module, table, key, x in places if table[key] is None]
-    made: dict[str, torch.Tensor] = {}
+    new: dict[str, torch.Tensor] = {}
     try:
         for attributes, key, _ in shapes:
             del attributes[key]
@@ -83,11 +83,11 @@ def _in_place_of_tensors(
             if table is module._parameters:
                 taken = nn.Parameter(taken, requires_grad=False)
             if name in values:
-                made[name] = taken
+                new[name] = taken
             else:
                 taken._is_hf_initialized = True  # what transformers asks
             table[key] = taken
-        yield made
+        yield new
     finally:
         for table, key, old in held:
             table[key] = old

@@ -59,8 +59,8 @@ def image_text(asked: InputRequest) -> ExampleInputs:
         note = f"text alone: which images {type(asked.model).__name__} takes is not known ({why})"
         return replace(text(asked), notes=(note,))
     # what follows an image is at least half of the sequence
-    whole = asked.seq if 2 * count <= asked.seq else asked.seq + count
-    ids = tokens(replace(asked, seq=whole))
+    full = asked.seq if 2 * count <= asked.seq else asked.seq + count
+    ids = tokens(replace(asked, seq=full))
     if token is not None:
         ids = torch.where(ids == int(token), 0 if token else 1, ids)
         ids[:, 1 : 1 + count] = int(token)
@@ -68,13 +68,13 @@ def image_text(asked: InputRequest) -> ExampleInputs:
     inner = getattr(asked.model, "model", asked.model)
     if sized and "position_ids" in taken and hasattr(inner, "get_rope_index"):
         # in time, height and width; the model would count them from the tokens' values
-        inputs["position_ids"] = torch.arange(whole).expand(3, asked.batch, whole)
+        inputs["position_ids"] = torch.arange(full).expand(3, asked.batch, full)
     if "token_type_ids" in taken or "mm_token_type_ids" in taken:
         name = "mm_token_type_ids" if "mm_token_type_ids" in taken else "token_type_ids"
-        kinds = torch.zeros((asked.batch, whole), dtype=torch.int64)
+        kinds = torch.zeros((asked.batch, full), dtype=torch.int64)
         kinds[:, 1 : 1 + count] = 1
         inputs[name] = kinds
-    note = f"sequences of {whole} tokens, {count} of them an image" if count else "images beside the text"
+    note = f"sequences of {full} tokens, {count} of them an image" if count else "images beside the text"
     return ExampleInputs(inputs, (note,))
 
 
@@ -98,9 +98,9 @@ def _fixed(asked: InputRequest, token: int | None) -> tuple[dict[str, Any], int]
         return {"pixel_values": pixels}, 0
     with torch.no_grad():
         model: Any = asked.model
-        found = model.get_image_features(pixel_values=pixels)
-    found = getattr(found, "pooler_output", found)
-    parts = [found] if isinstance(found, torch.Tensor) else list(found)
+        result = model.get_image_features(pixel_values=pixels)
+    result = getattr(result, "pooler_output", result)
+    parts = [result] if isinstance(result, torch.Tensor) else list(result)
     count = sum(p.numel() // p.shape[-1] for p in parts)
     return {"pixel_values": pixels}, count // asked.batch
 

@@ -44,9 +44,9 @@ def setting(config: Any, *names: str, default: Any = None) -> Any:
     parts = ("vision_config", "audio_config", "encoder_config", "encoder", "text_config")
     for part in (config, *(getattr(config, p, None) for p in parts)):
         for name in names:
-            found = None if part is None else getattr(part, name, None)
-            if found is not None:
-                return found
+            result = None if part is None else getattr(part, name, None)
+            if result is not None:
+                return result
     return default
 
 

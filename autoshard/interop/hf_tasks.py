@@ -94,8 +94,8 @@ def task_of(config: Any) -> HfTask:
 
 def _names(auto: Any, config: Any) -> tuple[str, ...]:
     """Names of the classes that an auto class has for a model type."""
-    found = auto._model_mapping._model_mapping.get(config.model_type, ())
-    return (found,) if isinstance(found, str) else tuple(found)
+    result = auto._model_mapping._model_mapping.get(config.model_type, ())
+    return (result,) if isinstance(result, str) else tuple(result)
 
 
 def _order(config: Any) -> list[str]:

@@ -17,7 +17,7 @@ from autoshard.interop.hf_inputs import ExampleInputs, InputRequest
 from autoshard.interop.hf_tasks import task_of
 from autoshard.interop.unfilled import Unfilled
 
-#: what makes a model leave out whole layers of a step, or hide parts of sounds, by numbers drawn in Python
+#: what makes a model leave out full layers of a step, or hide parts of sounds, by numbers drawn in Python
 _CHANCES: Mapping[str, float | bool] = MappingProxyType(
     {
         "layerdrop": 0.0,
@@ -53,19 +53,19 @@ def load_hf_config(
     with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
         torch.manual_seed(seed)
         model: nn.Module = getattr(classes, task.auto).from_config(config, **options)
-        made = task.inputs(InputRequest(model, config, batch, seq))
-    return model.train(), ExampleInputs(made.inputs, (*notes, *made.notes))
+        new = task.inputs(InputRequest(model, config, batch, seq))
+    return model.train(), ExampleInputs(new.inputs, (*notes, *new.notes))
 
 
 def same_every_step(config: Any) -> tuple[str, ...]:
     """Have a model do the same in every step, as a program does, and say so."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for part in configs_in(config):
         for name, value in _CHANCES.items():
             if getattr(part, name, None):
                 setattr(part, name, value)
-                found[f"every step does the same: {name} is taken as {value}"] = None
-    return tuple(found)
+                result[f"every step does the same: {name} is taken as {value}"] = None
+    return tuple(result)
 
 
 def _read_config(path: Path, overrides: dict[str, Any]) -> Any:

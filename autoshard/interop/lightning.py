@@ -37,7 +37,7 @@ _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 class _Precision(Precision):
-    """The one of models as they are; gradients are clipped by their norm over the whole model."""
+    """The one of models as they are; gradients are clipped by their norm over the full model."""
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         clip_grad_norm_(self.main_params(optimizer), clip_val)
@@ -52,7 +52,7 @@ class ParallelStrategy(SingleDeviceStrategy):
     ranks of the process group.
 
     The LightningModule holds what `autoshard.parallelize` returned, from its ``__init__`` or from
-    ``configure_model``. Loaders give the whole batch on every rank. Checkpoints are those of one process: the
+    ``configure_model``. Loaders give the full batch on every rank. Checkpoints are those of one process: the
     first rank writes them, and any number of ranks, or Lightning without this strategy, resumes them. Ranks
     begin with the state of torch's random numbers that the first one has.
 
@@ -85,9 +85,9 @@ class ParallelStrategy(SingleDeviceStrategy):
         return taken[0]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        found = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(found, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(found)
+        result = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(result, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(result)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -148,9 +148,9 @@ class ParallelStrategy(SingleDeviceStrategy):
         state: dict[str, Any] = optimizer.state_dict()
         if state["state"]:
             full: Any = get_optimizer_state_dict(self.lightning_module, optimizer, options=_FULL)
-            found = full.get("state", {})  # of the first rank
+            result = full.get("state", {})  # of the first rank
             names = self._names(optimizer)
-            state["state"] = {k: found[name] for k, name in enumerate(names) if name in found}
+            state["state"] = {k: result[name] for k, name in enumerate(names) if name in result}
         return state if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

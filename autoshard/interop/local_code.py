@@ -3,10 +3,10 @@
 Torch's parallel styles give the code between modules plain local tensors, and nothing checks what it does
 with them. Here the forward half is followed op by op with the placements that this code would see. An op
 may run on local parts if, by its own rule, the parts it makes are the parts of its result: no sum is left
-pending, no offset of the rank is needed, and no whole tensor that takes a gradient is used with split ones
+pending, no offset of the rank is needed, and no full tensor that takes a gradient is used with split ones
 (its gradient would be a part of the right one on each rank). And the model's code, run with a rank's sizes,
 must make tensors of exactly these parts' shapes (see `local_model`). Where an op may not, the modules whose
-split outputs reach it give whole outputs instead.
+split outputs reach it give full outputs instead.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def sound_styles(
             notes.append(
                 LeftOut(name, "its output is gathered: give the model to have the code behind it checked")
             )
-    found: _Found = {}
+    result: _Found = {}
     while True:
-        walk = _Walk(analysis, uses, size, dict(styles), {}, found, {})
+        walk = _Walk(analysis, uses, size, dict(styles), {}, result, {})
         _forward(walk)
         if not walk.faults and local is not None:
             _compare(walk, local)
@@ -133,8 +133,8 @@ def _compare(walk: _Walk, local: LocalModel) -> None:
         return
     for number, call in enumerate(folded.calls):
         if not call.backward:
-            whole, part = _work(folded.segments[call.segment]), _work(ran.segments[call.segment])
-            for node, held in zip(whole, part, strict=True):
+            full, part = _work(folded.segments[call.segment]), _work(ran.segments[call.segment])
+            for node, held in zip(full, part, strict=True):
                 _check_shapes(walk, number, node, held, split)
 
 
@@ -201,8 +201,8 @@ def _segment(walk: _Walk, number: int, segment: str, graph: Graph, seen: dict[st
         if product is not None and product.module in walk.styles:
             seen[node.name] = walk.seen[number, node.name] = _styled(walk, product.module, node, ins)
             continue
-        made = _plain(walk, (segment, site), node, ins, [types[n] for n in names])
-        for name, type_, out in zip(node.outs, node.types, made, strict=True):
+        new = _plain(walk, (segment, site), node, ins, [types[n] for n in names])
+        for name, type_, out in zip(node.outs, node.types, new, strict=True):
             if type_ is not None:
                 seen[name] = replace(out, trained=out.trained and type_.dtype in _FLOATS)
                 walk.seen[number, name] = seen[name]
@@ -217,7 +217,7 @@ def _styled(walk: _Walk, module: str, node: Node, ins: list[_Seen]) -> _Seen:
     if given.placed != R and not (given.placed == last and style.kind == "rows"):
         _fault(walk, given.sources, f"{module} would be given {given.placed}")
         given = _Seen()
-    walk.styles[module] = replace(style, whole_input=given.placed == R)
+    walk.styles[module] = replace(style, full_input=given.placed == R)
     if style.kind in ("rows", "table_rows") or style.gather_output:
         return _Seen(trained=True)
     return _Seen(last, frozenset((module,)), True)
@@ -228,23 +228,23 @@ def _plain(
 ) -> list[_Seen]:
     """The outputs of an op of the model's own code."""
     trained = any(s.trained for s in ins)
-    whole = [_Seen(trained=trained)] * len(node.outs)
+    full = [_Seen(trained=trained)] * len(node.outs)
     placed = tuple(s.placed for s in ins)
     if all(p == R for p in placed):
-        return whole
+        return full
     sources = frozenset[str]().union(*(s.sources for s in ins))
     op = f"{node.op.split('.')[1]} at {node.origin.source or node.origin.fqn or where[0]}"
     if any(s.placed == R and s.trained for s in ins):
         _fault(walk, sources, f"{op} also uses a whole tensor, which would get a part of its gradient")
-        return whole
+        return full
     key = (*where, placed)
     if key not in walk.found:
         walk.found[key] = _local_results(walk, where, node, placed, types)
-    found = walk.found[key]
-    if isinstance(found, str):
-        _fault(walk, sources, f"{op} {found}")
-        return whole
-    return [_Seen(p, sources if p != R else frozenset(), trained) for p in found]
+    result = walk.found[key]
+    if isinstance(result, str):
+        _fault(walk, sources, f"{op} {result}")
+        return full
+    return [_Seen(p, sources if p != R else frozenset(), trained) for p in result]
 
 
 def _local_results(

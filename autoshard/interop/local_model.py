@@ -1,7 +1,7 @@
 """What the model's own code does on one rank, seen by running it with the sizes that a rank has.
 
 A graph cannot tell ``x.view(batch, seq, -1, head_dim)`` from ``x.view(batch, -1, heads, head_dim)``: on
-whole tensors they are the same. On a rank's part of the features the first gives fewer heads, and the second
+full tensors they are the same. On a rank's part of the features the first gives fewer heads, and the second
 silently cuts the sequence. So the model is captured once more with the divided layers as small as on a rank,
 and every tensor must have the shape that the rank's part of it has.
 """
@@ -35,8 +35,8 @@ class LocalModel:
     def fitting(self, style: Style, module: str) -> bool:
         """Whether a module is of the class that torch divides so, and does no more than that class."""
         kind = nn.Embedding if style.kind.startswith("table") else nn.Linear
-        found = self.model.get_submodule(module)
-        return isinstance(found, kind) and type(found).forward is kind.forward
+        result = self.model.get_submodule(module)
+        return isinstance(result, kind) and type(result).forward is kind.forward
 
     def graph(self, styles: Mapping[str, Style]) -> Folded | str:
         """The folded graph with the layers as small as on a rank; the reason if the code fails on them."""
@@ -56,17 +56,17 @@ def _small(module: nn.Module, style: Style, size: int) -> Iterator[None]:
     splits = not style.gather_output
     if style.kind == "columns" and splits:
         dims = {"weight": 0, "bias": 0}
-    if (style.kind == "table_columns" and splits) or (style.kind == "rows" and not style.whole_input):
+    if (style.kind == "table_columns" and splits) or (style.kind == "rows" and not style.full_input):
         dims = {"weight": 1}
     table = module._parameters
     before = dict(table)
     try:
         for name, dim in dims.items():
-            whole = table.get(name)
-            if whole is not None:
-                shape = [n // size if d == dim else n for d, n in enumerate(whole.shape)]
-                part = torch.empty(shape, dtype=whole.dtype, device="meta")
-                table[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            full = table.get(name)
+            if full is not None:
+                shape = [n // size if d == dim else n for d, n in enumerate(full.shape)]
+                part = torch.empty(shape, dtype=full.dtype, device="meta")
+                table[name] = nn.Parameter(part, requires_grad=full.requires_grad)
         yield
     finally:
         table.update(before)

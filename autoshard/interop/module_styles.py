@@ -1,4 +1,4 @@
-"""What a plan means for whole modules: which weights torch's parallel styles divide over one axis, and how.
+"""What a plan means for full modules: which weights torch's parallel styles divide over one axis, and how.
 
 A plan decides op by op. The styles of ``torch.distributed.tensor.parallel`` (and those of transformers)
 know modules: a linear layer divided by columns or by rows, an embedding divided by rows of its table
@@ -36,12 +36,12 @@ class Style:
     kind: ``columns`` and ``rows`` of a linear layer (its weight is [out, in]: columns split out, as in
     Megatron-LM, arXiv:1909.08053 section 3), ``table_rows`` and ``table_columns`` of an embedding.
     gather_output: the output is made whole at the module's end, else it stays split along its last dim.
-    whole_input: the module is given its input whole, else split along the last dim.
+    full_input: the module is given its input whole, else split along the last dim.
     """
 
     kind: Kind
     gather_output: bool = False
-    whole_input: bool = True
+    full_input: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def parameter_uses(analysis: Analysis) -> Uses:
 
 def _products(graph: Graph, own: dict[str, str]) -> list[tuple[int, StyledModule]]:
     transposed = {n.name: _ref(n, 0) for n in graph.nodes if n.op == TRANSPOSE}
-    found = []
+    result = []
     for number, node in enumerate(graph.nodes):
         if node.op == MATMUL:
             param = own.get(transposed.get(_ref(node, 1), ""))
@@ -113,8 +113,8 @@ def _products(graph: Graph, own: dict[str, str]) -> list[tuple[int, StyledModule
             continue
         module, _, leaf = (param or "").rpartition(".")
         if param and leaf == "weight":
-            found.append((number, StyledModule(module, param, node.op == LOOKUP)))
-    return found
+            result.append((number, StyledModule(module, param, node.op == LOOKUP)))
+    return result
 
 
 def _other_uses(graph: Graph, own: dict[str, str]) -> set[str]:
@@ -122,7 +122,7 @@ def _other_uses(graph: Graph, own: dict[str, str]) -> set[str]:
     products = dict(_products(graph, own))
     values = own | {n.name: own[_ref(n, 0)] for n in graph.nodes if n.op == TRANSPOSE and _ref(n, 0) in own}
     sums = {graph.nodes[k].name: p.module for k, p in products.items() if not p.lookup}
-    found: set[str] = set()
+    result: set[str] = set()
     for number, node in enumerate(graph.nodes):
         if number in products or (node.op == TRANSPOSE and _ref(node, 0) in own):
             continue
@@ -130,8 +130,8 @@ def _other_uses(graph: Graph, own: dict[str, str]) -> set[str]:
         for param in (values[name] for name in refs if name in values):
             module, _, leaf = param.rpartition(".")
             if leaf != "bias" or all(sums.get(other) != module for other in refs):
-                found.add(param)
-    return found
+                result.add(param)
+    return result
 
 
 def _ref(node: Node, index: int) -> str:

@@ -97,12 +97,12 @@ def _from_config(path: Path, options: dict[str, int], device: str, seed: int) ->
             "hf: targets need transformers", why=str(error), hint="install autoshard[hf]"
         ) from None
     try:
-        model, made = load_hf_config(path, options["batch"], options["seq"], device=device, seed=seed)
+        model, new = load_hf_config(path, options["batch"], options["seq"], device=device, seed=seed)
     except AutoshardError:
         raise
     except Exception as error:
         raise _failed(f"hf:{path}", error) from error
-    return BuiltModel(model, made.inputs, made.notes)
+    return BuiltModel(model, new.inputs, new.notes)
 
 
 def find_callable(target: str) -> Callable[[], Any]:
@@ -111,11 +111,11 @@ def find_callable(target: str) -> Callable[[], Any]:
     if not colon or not place or not name:
         raise UsageError(f"{target!r} is not a target", hint=_FORMS)
     module = _load_file(Path(place), target) if place.endswith(".py") else _load_module(place, target)
-    found = getattr(module, name, None)
-    if not callable(found):
-        why = "it is no callable" if found is not None else f"{place} has no {name!r}"
+    results = getattr(module, name, None)
+    if not callable(results):
+        why = "it is no callable" if results is not None else f"{place} has no {name!r}"
         raise UsageError(f"{target} cannot be used", why=why, hint="name a function without arguments")
-    result: Callable[[], Any] = found
+    result: Callable[[], Any] = results
     return result
 
 
@@ -177,15 +177,15 @@ def _call(fn: Callable[[], Any], target: str, device: Literal["meta", "cpu"], se
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         try:
-            made = fn()
+            new = fn()
         except AutoshardError:
             raise
         except Exception as error:
             raise _failed(target, error) from error
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        what = f"{target} returns {type(made).__name__}"
+    if not (isinstance(new, tuple) and len(new) == 2 and isinstance(new[0], nn.Module)):
+        what = f"{target} returns {type(new).__name__}"
         raise UsageError(what, hint="return a tuple (model, example_inputs)")
-    return BuiltModel(made[0], made[1])
+    return BuiltModel(new[0], new[1])
 
 
 def _failed(target: str, error: Exception) -> UsageError:

@@ -40,41 +40,41 @@ def torch_text(plan: Plan, analysis: Analysis, example: Example | None) -> tuple
 
     Raises UsageError where torch has no way to lay out the mesh (shards outside of replicas).
     """
-    found = by_module(plan, analysis, example)
-    check_order(found.mesh)
-    layers = layer_lists(found.params)
+    result = by_module(plan, analysis, example)
+    check_order(result.mesh)
+    layers = layer_lists(result.params)
     parts = [
-        _tensor_parallel(found),
+        _tensor_parallel(result),
         _recomputation(plan, analysis, layers),
-        _data_parallel(plan, analysis, found, layers),
+        _data_parallel(plan, analysis, result, layers),
     ]
-    reasons = [*note_lines(found), *((r, list(names)) for part in parts for r, names in part.remarks)]
+    reasons = [*note_lines(result), *((r, list(names)) for part in parts for r, names in part.remarks)]
     remarks = tuple(f"{', '.join(names)}: {reason}" if names else reason for reason, names in reasons)
     text = "\n".join(
-        [*_head(plan, found.mesh, reasons), *_imports(parts), *_functions(plan, found.mesh, parts)]
+        [*_head(plan, result.mesh, reasons), *_imports(parts), *_functions(plan, result.mesh, parts)]
     )
     return text.rstrip() + "\n", remarks
 
 
-def _tensor_parallel(found: ByModule) -> _Part:
-    if not found.styles:
+def _tensor_parallel(result: ByModule) -> _Part:
+    if not result.styles:
         return _Part()
     names: set[str] = {"parallelize_module"}
     lines = []
     rows: dict[str, list[str]] = {}
-    for module, style in found.styles.items():
+    for module, style in result.styles.items():
         rows.setdefault(_style_text(style), []).append(module)
-    order = list(found.styles)
+    order = list(result.styles)
     entries: dict[str, str] = {}
     for text, modules in rows.items():
         names.add(text.split("(")[0])
-        entries.update(dict.fromkeys(globs(modules, found.modules), text))
+        entries.update(dict.fromkeys(globs(modules, result.modules), text))
     for pattern in sorted(entries, key=lambda p: order.index(_first(p, order))):
         lines.append(f'        "{pattern}": {entries[pattern]},')
     helper = "\n".join(
         [
             "def tensor_parallel_plan():",
-            f'    """How modules are divided over the axis {found.axis}; each ``*`` stands for a number."""',
+            f'    """How modules are divided over the axis {result.axis}; each ``*`` stands for a number."""',
             "    return {",
             *lines,
             "    }",
@@ -88,7 +88,7 @@ def _tensor_parallel(found: ByModule) -> _Part:
             *(("torch.distributed.tensor", n) for n in layouts),
         ),
         (helper,),
-        (f'parallelize_module(model, mesh["{found.axis}"], tensor_parallel_plan())',),
+        (f'parallelize_module(model, mesh["{result.axis}"], tensor_parallel_plan())',),
     )
 
 
@@ -106,15 +106,15 @@ def _style_text(style: Style) -> str:
     """The call that makes torch's style."""
     if style.kind in ("columns", "table_columns"):
         return f"ColwiseParallel({'output_layouts=Replicate()' if style.gather_output else ''})"
-    return f"RowwiseParallel({'input_layouts=Replicate()' if style.whole_input else ''})"
+    return f"RowwiseParallel({'input_layouts=Replicate()' if style.full_input else ''})"
 
 
 def _recomputation(plan: Plan, analysis: Analysis, layers: Sequence[Layers]) -> _Part:
-    found, others = recomputed(plan, analysis)
+    result, others = recomputed(plan, analysis)
     imports: list[tuple[str, str]] = []
     helpers: list[str] = []
     body: list[str] = []
-    for policy, names in found.items():
+    for policy, names in result.items():
         imports += [("functools", "partial"), ("torch.utils.checkpoint", "checkpoint")]
         options = "use_reentrant=False"
         if policy == "selective":
@@ -139,14 +139,14 @@ _SELECTIVE = '''def keep_products(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE'''
 
 
-def _data_parallel(plan: Plan, analysis: Analysis, found: ByModule, layers: Sequence[Layers]) -> _Part:
-    size = dict(zip(found.mesh.names, found.mesh.sizes, strict=True))
+def _data_parallel(plan: Plan, analysis: Analysis, result: ByModule, layers: Sequence[Layers]) -> _Part:
+    size = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
     replicas, shards = size.get("dp", 1) > 1, size.get("fsdp", 1) > 1
     if shards:
-        return _fully_sharded(plan, analysis, found, layers, replicas)
+        return _fully_sharded(plan, analysis, result, layers, replicas)
     if not replicas:
         return _Part()
-    if found.axis:
+    if result.axis:
         # DistributedDataParallel takes the DTensors of a divided module out of its parameters
         return _Part(
             (("torch.distributed", "as dist"), ("torch.distributed.tensor", "DTensor")),
@@ -174,9 +174,9 @@ _AVERAGE = '''def average_gradients(model, mesh):
 
 
 def _fully_sharded(
-    plan: Plan, analysis: Analysis, found: ByModule, layers: Sequence[Layers], replicas: bool
+    plan: Plan, analysis: Analysis, result: ByModule, layers: Sequence[Layers], replicas: bool
 ) -> _Part:
-    axes = [found.mesh.index("fsdp")]
+    axes = [result.mesh.index("fsdp")]
     where = '"dp", "fsdp"' if replicas else '"fsdp"'
     body = [f"data_mesh = mesh[{where}]"]
     mixed = []
@@ -186,7 +186,7 @@ def _fully_sharded(
         for loop in _loops(group.names(), layers):
             body += [loop, f"    fully_shard(layer, mesh=data_mesh, reshard_after_forward={how.again})"]
     inside = tuple(f"{name}." for group in layers for name in group.names())
-    rest = [name for name in found.params if not name.startswith(inside)]
+    rest = [name for name in result.params if not name.startswith(inside)]
     how = gathering(plan, analysis, rest, axes)
     mixed += ["the rest of the model"] * how.mixed
     body.append(f"fully_shard(model, mesh=data_mesh, reshard_after_forward={how.again})")

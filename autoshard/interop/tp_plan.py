@@ -22,29 +22,29 @@ def tp_plan_text(plan: Plan, analysis: Analysis, example: Example | None) -> tup
 
     Raises UsageError if the plan divides no module over ``tp`` in a way that transformers knows.
     """
-    found = by_module(plan, analysis, example, split_tables=False)
-    remarks = [f"{', '.join(names)}: {reason}" for reason, names in note_lines(found)]
-    if found.axis != "tp":
+    result = by_module(plan, analysis, example, split_tables=False)
+    remarks = [f"{', '.join(names)}: {reason}" for reason, names in note_lines(result)]
+    if result.axis != "tp":
         raise UsageError(
-            f"the plan for {found.mesh} has nothing that a tp_plan could say",
+            f"the plan for {result.mesh} has nothing that a tp_plan could say",
             why="; ".join(remarks) or "no axis divides modules",
             hint="a mesh with a tp axis, or --format torch",
         )
     others = [
-        f"{n}={s}" for n, s in zip(found.mesh.names, found.mesh.sizes, strict=True) if n != "tp" and s > 1
+        f"{n}={s}" for n, s in zip(result.mesh.names, result.mesh.sizes, strict=True) if n != "tp" and s > 1
     ]
     if others:
         remarks.append(f"axis {', '.join(others)}: a tp_plan is about tp alone; give these to the trainer")
     if plan.recompute or plan.microbatches > 1:
         remarks.append("recomputation and microbatches: a tp_plan cannot say them; give them to the trainer")
-    return json.dumps(_entries(found), indent=2) + "\n", tuple(remarks)
+    return json.dumps(_entries(result), indent=2) + "\n", tuple(remarks)
 
 
-def _entries(found: ByModule) -> dict[str, str]:
+def _entries(result: ByModule) -> dict[str, str]:
     """Pattern -> style, in the order of the model's parameters."""
-    styles = {m: _style_name(found.styles[m]) if m in found.styles else WHOLE for m in found.modules}
+    styles = {m: _style_name(result.styles[m]) if m in result.styles else WHOLE for m in result.modules}
     # parameters with names of their own may have entries of their own in the model's plan
-    styles |= {p: WHOLE for p in found.params if p.rpartition(".")[2] not in ("weight", "bias")}
+    styles |= {p: WHOLE for p in result.params if p.rpartition(".")[2] not in ("weight", "bias")}
     by_style: dict[str, list[str]] = {}
     for name, style in styles.items():
         by_style.setdefault(style, []).append(name)
@@ -64,5 +64,5 @@ def _style_name(style: Style) -> str:
     if style.kind == "columns":
         return "colwise_gather_output" if style.gather_output else "colwise"
     if style.kind == "rows":
-        return "rowwise_split_input" if style.whole_input else "rowwise"
+        return "rowwise_split_input" if style.full_input else "rowwise"
     return "embedding_rowwise" if style.kind == "table_rows" else "embedding_colwise"

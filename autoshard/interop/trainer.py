@@ -108,8 +108,10 @@ class ParallelTrainer(_Trainer):
             config = getattr(model, "config", None)
             left = ignore_keys or getattr(config, "keys_to_ignore_at_inference", ())
             call = _Outputs(model, left)
-        found: tuple[Any, Any, Any] = super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
-        return found
+        result: tuple[Any, Any, Any] = super().prediction_step(
+            call, inputs, prediction_loss_only, ignore_keys
+        )
+        return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the full weights, by the first rank. Collective."""
@@ -154,9 +156,9 @@ class ParallelTrainer(_Trainer):
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer, without what Accelerate wraps it in."""
-        found = getattr(self.optimizer, "optimizer", self.optimizer)
-        assert isinstance(found, torch.optim.Optimizer)
-        return found
+        result = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(result, torch.optim.Optimizer)
+        return result
 
 
 class Trainer(ParallelTrainer, transformers.Trainer):

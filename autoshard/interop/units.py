@@ -1,4 +1,4 @@
-"""The parts of a model that are sharded, gathered and computed again as one: its repeated layers."""
+"""The parts of a model that are sharded, gathered and recomputed as one: its repeated layers."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Layers:
 
 def layer_lists(params: Iterable[str]) -> tuple[Layers, ...]:
     """The outermost lists of layers of a model, from the names of its parameters; a list has two or more."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for name in params:
         words = name.split(".")
         at = next((k for k, word in enumerate(words) if word.isdigit()), 0)
         if at:  # 0: no number, or the model itself is a list, whose items may be of any kind
-            numbers = found.setdefault(".".join(words[:at]), [])
+            numbers = result.setdefault(".".join(words[:at]), [])
             if int(words[at]) not in numbers:
                 numbers.append(int(words[at]))
-    return tuple(Layers(c, tuple(sorted(n))) for c, n in found.items() if len(n) > 1)
+    return tuple(Layers(c, tuple(sorted(n))) for c, n in result.items() if len(n) > 1)
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """When a part's gathered parameters are freed. again: after forward, to be gathered again for backward
+    """When a part's gathered parameters are freed. again: after forward, to be regathered for backward
     (ZeRO-3, arXiv:1910.02054 section 5). mixed: the plan decides differently for some of its parameters.
     """
 
@@ -53,7 +53,7 @@ def gathering(plan: Plan, analysis: Analysis, within: Sequence[str], axes: Seque
 
     within: prefixes that end with a dot, or "" for all. axes: numbers of the mesh axes that store parts.
     """
-    again = kept = 0
+    repeated = kept = 0
     for key, group in analysis.flow.classes.items():
         if group.first.kind != "param":
             continue
@@ -64,21 +64,21 @@ def gathering(plan: Plan, analysis: Analysis, within: Sequence[str], axes: Seque
         if life.keep:
             kept += count
         else:
-            again += count
-    return Gathering(again > kept, again > 0 and kept > 0)
+            repeated += count
+    return Gathering(repeated > kept, repeated > 0 and kept > 0)
 
 
 def recomputed(plan: Plan, analysis: Analysis) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """The layers whose forward runs again in backward, by policy; and the segments of which that is true but
     which are no layers.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    result: dict[str, tuple[str, ...]] = {}
     others: list[str] = []
     for segment, how in plan.recompute.items():
         labels = [c.label for c in analysis.folded.calls if c.segment == segment]
         if labels and all(labels):
-            layers = dict.fromkeys((*found.get(how.policy, ()), *labels[: how.calls]))
-            found[how.policy] = tuple(layers)
+            layers = dict.fromkeys((*result.get(how.policy, ()), *labels[: how.calls]))
+            result[how.policy] = tuple(layers)
         else:
             others.append(segment)
-    return found, others
+    return result, others

@@ -29,12 +29,12 @@ def returns_of(lowered: Lowered, results: Collection[str]) -> dict[StagePart, tu
     """
     check_parts(lowered)
     ends = {part: ends_of(lowered, part) for part in lowered.parts}
-    made: dict[int, set[str]] = {}
+    new: dict[int, set[str]] = {}
     for part, end in ends.items():
-        made.setdefault(part.stage, set()).update(end.makes)
+        new.setdefault(part.stage, set()).update(end.makes)
     sent: set[str] = set(results)
     for part, end in ends.items():
-        own = () if part.phase == "reduce" else made[part.stage]
+        own = () if part.phase == "reduce" else new[part.stage]
         sent.update(v for v in end.uses if v not in own)
     return {part: tuple(v for v in end.makes if v in sent) for part, end in ends.items()}
 
@@ -66,24 +66,24 @@ def wires_of(lowered: Lowered, ports: Collection[str]) -> tuple[Wire, ...]:
     for part, end in ends.items():
         for value in end.makes:
             makers.setdefault(value, []).append(part)
-    found: dict[tuple[str, int], Wire] = {}
+    result: dict[tuple[str, int], Wire] = {}
     for part, end in ends.items():
         for value in end.uses:
-            if value in ports or (value, part.stage) in found:
+            if value in ports or (value, part.stage) in result:
                 continue
-            made = makers.get(value, [])
-            if any(p.stage == part.stage for p in made):
+            new = makers.get(value, [])
+            if any(p.stage == part.stage for p in new):
                 continue
-            if made:
-                source = min(made, key=lambda p: (p.stage > part.stage, abs(p.stage - part.stage)))
-                found[value, part.stage] = Wire(
+            if new:
+                source = min(new, key=lambda p: (p.stage > part.stage, abs(p.stage - part.stage)))
+                result[value, part.stage] = Wire(
                     value, source.stage, source.phase, part.stage, part.phase, source.slice, part.slice
                 )
     place = {(part.stage, v): k for part, end in ends.items() for k, v in enumerate(end.makes)}
     at = {(str(p.phase), p.stage, p.slice): k for k, p in enumerate(lowered.parts)}
     return tuple(
         sorted(
-            found.values(),
+            result.values(),
             key=lambda w: (at[w.phase, w.source, w.slice], place[w.source, w.value], w.target),
         )
     )
@@ -107,13 +107,13 @@ def check_parts(lowered: Lowered) -> None:
             differ = ", ".join(f"{phase} of slice {part}" for phase, part in sorted(own ^ phases[0]))
             raise _broken(f"stage {stage} has not the parts of stage 0", differ)
     ends = {part: ends_of(lowered, part) for part in lowered.parts}
-    made: dict[int, set[str]] = {stage: set() for stage in phases}
+    new: dict[int, set[str]] = {stage: set() for stage in phases}
     later = {stage: {v for p, e in ends.items() if p.stage == stage for v in e.makes} for stage in phases}
     for part in sorted(lowered.parts, key=_turn):
-        late = (later[part.stage] - made[part.stage]).intersection(ends[part].uses)
+        late = (later[part.stage] - new[part.stage]).intersection(ends[part].uses)
         if late:
             raise _broken(f"{part_name(lowered, part)} uses {min(late)} before its stage makes it")
-        made[part.stage].update(ends[part].makes)
+        new[part.stage].update(ends[part].makes)
     twice = {stage: _made_twice(ends, stage) for stage in phases}
     for part in lowered.parts if any(twice.values()) else ():
         both = {v for item in lowered.of(part) for v in uses_of(item)} & twice[part.stage]

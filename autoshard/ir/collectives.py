@@ -20,7 +20,7 @@ TransferKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", 
 
 #: reductions of gradients once a step go out in messages of so many bytes, as DistributedDataParallel's do
 BUCKET_BYTES = 25 * 2**20
-#: bytes of whole tensors up to which a message holds too little to wait for
+#: bytes of full tensors up to which a message holds too little to wait for
 _LITTLE = 1 << 18
 
 
@@ -45,7 +45,7 @@ class CollectiveSpec:
     does so. fits: which two of them. bucket: whether it moves several tensors in one message. in_turn:
     whether large ones go out over an axis one at a time, as they hold what they send, and nothing may need
     their results before the end of the step. packed: whether it is given what is sent, rather than values.
-    product: the op on whole tensors that an exchange of tokens is. agreed: whether what goes where is known
+    product: the op on full tensors that an exchange of tokens is. agreed: whether what goes where is known
     before, so that it need not be waited for.
     """
 
@@ -126,7 +126,7 @@ REDUCE_SCATTER_Q = replace(
 ALL_GATHER_WIRE = CollectiveSpec(
     "comm.all_gather_wire.default", "quantised", "all_gather", "all_gather", packed=True
 )
-#: the op on whole tensors -> what sends its tokens, or what is made of them, over an axis
+#: the op on full tensors -> what sends its tokens, or what is made of them, over an axis
 EXPERT_EXCHANGES = tuple(
     CollectiveSpec(
         f"comm.expert_{name}.default",
@@ -253,8 +253,8 @@ def kept_outs(node: Node, outs: Collection[str]) -> Node | None:
         return None
     sources, axis, *rest = node.args
     args = (tuple(sources[k] for k in left), axis, *(tuple(each[k] for k in left) for each in rest))
-    made, types = tuple(node.outs[k] for k in left), tuple(node.types[k] for k in left)
-    return replace(node, args=args, outs=made, types=types)
+    new, types = tuple(node.outs[k] for k in left), tuple(node.types[k] for k in left)
+    return replace(node, args=args, outs=new, types=types)
 
 
 def sent_bits(node: Node) -> tuple[int, ...]:
@@ -266,7 +266,7 @@ def sent_bits(node: Node) -> tuple[int, ...]:
 
 
 def nbytes_made(node: Node) -> int:
-    """Bytes of the whole tensors that a node makes."""
+    """Bytes of the full tensors that a node makes."""
     return sum(t.nbytes for t in node.types if t is not None)
 
 

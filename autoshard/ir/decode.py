@@ -38,7 +38,7 @@ def decoded(raw: object, kind: type[T], where: str, *, fail: Fail = UsageError, 
     """
     _check_keys(raw, _form(kind), where, fail, hint)
     try:
-        made: T = msgspec.convert(raw, kind)
+        new: T = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         why, _, path = str(error).partition(" - at ")
         value, name = raw, ""
@@ -52,7 +52,7 @@ def decoded(raw: object, kind: type[T], where: str, *, fail: Fail = UsageError, 
                 where, value = f"{where}, {name}", value[name]
         what = f"{name.strip() or 'all of it'} is {_shown(value)}"
         raise fail(what, where=where, why=_in_words(why), hint=hint) from None
-    return made
+    return new
 
 
 def check_fields(value: Any, where: str) -> None:

@@ -48,28 +48,28 @@ class Flow:
     @cached_property
     def targets(self) -> Mapping[Place, tuple[Place, ...]]:
         """Where each value goes, by the place that makes it."""
-        found: dict[Place, list[Place]] = {}
+        result: dict[Place, list[Place]] = {}
         for source, target in self.edges:
-            found.setdefault(source, []).append(target)
-        return {source: tuple(targets) for source, targets in found.items()}
+            result.setdefault(source, []).append(target)
+        return {source: tuple(targets) for source, targets in result.items()}
 
 
 def flow_of(folded: Folded) -> Flow:
     """Analyse the calls of a folded model; time linear in the number of call arguments."""
-    made: dict[str, Place] = {}
+    new: dict[str, Place] = {}
     uses: dict[str, set[Place]] = {}
     for call in folded.calls:
         graph = folded.segments[call.segment]
         for value, (inner, _) in zip(call.args, graph.inputs, strict=True):
             uses.setdefault(value, set()).add((call.segment, inner))
         for position, value in enumerate(call.outs):
-            made[value] = (call.segment, graph.outputs[position])
+            new[value] = (call.segment, graph.outputs[position])
     grads: dict[str, set[Place]] = {}
     for result in folded.joint.results:
-        if result.kind == "grad" and result.value in made:
-            grads.setdefault(result.target, set()).add(made[result.value])
+        if result.kind == "grad" and result.value in new:
+            grads.setdefault(result.target, set()).add(new[result.value])
     classes, class_of = _classes(folded, uses, grads)
-    sources = {**made, **class_of}
+    sources = {**new, **class_of}
     edges: Counter[tuple[Place, Place]] = Counter()
     for call in folded.calls:
         graph = folded.segments[call.segment]
@@ -104,7 +104,7 @@ def _classes(
     class_of: dict[str, Place] = {}
     for number, ports in enumerate(groups.values()):
         place = ("", f"@{number}")
-        made = grads.get(ports[0].target, set()) if ports[0].kind == "param" else set()
-        classes[place] = PortClass(place, tuple(ports), tuple(sorted(made)))
+        new = grads.get(ports[0].target, set()) if ports[0].kind == "param" else set()
+        classes[place] = PortClass(place, tuple(ports), tuple(sorted(new)))
         class_of.update((p.name, place) for p in ports)
     return classes, class_of

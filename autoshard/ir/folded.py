@@ -1,6 +1,6 @@
 """A graph cut into segments, each written once however often it is called.
 
-Main is a list of calls. Names of values in main are unique over the whole model; names inside a
+Main is a list of calls. Names of values in main are unique over the full model; names inside a
 segment are unique there.
 """
 

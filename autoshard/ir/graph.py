@@ -99,22 +99,22 @@ class Graph:
 
 def refs_of(arg: Arg) -> Iterator[str]:
     """Names of all values used in an argument, a tuple of arguments, or a node, in order."""
-    found: list[str] = []
+    result: list[str] = []
     if isinstance(arg, Node):
-        _collect(arg.args, found)
+        _collect(arg.args, result)
         for _, item in arg.kwargs:
-            _collect((item,), found)
+            _collect((item,), result)
     else:
-        _collect((arg,), found)
-    return iter(found)
+        _collect((arg,), result)
+    return iter(result)
 
 
-def _collect(args: tuple[Arg, ...], found: list[str]) -> None:
+def _collect(args: tuple[Arg, ...], result: list[str]) -> None:
     for arg in args:
         if type(arg) is Ref:
-            found.append(arg.name)
+            result.append(arg.name)
         elif type(arg) is tuple:
-            _collect(arg, found)
+            _collect(arg, result)
 
 
 def form_of(

@@ -1,6 +1,6 @@
 """What the fullest rank holds of a value: the one at coordinate 0 of every mesh axis.
 
-shape: of the whole value, elements per dim. layout: its placement on every axis. sizes: of the axes.
+shape: of the full value, elements per dim. layout: its placement on every axis. sizes: of the axes.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def held_numel(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> in
 
 
 def held_bytes(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> int:
-    """Bytes on the fullest rank; type_: of the whole value."""
+    """Bytes on the fullest rank; type_: of the full value."""
     return type_.existing(held_numel(type_.shape, layout, sizes)) * DTYPES[type_.dtype][1]

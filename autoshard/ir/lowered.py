@@ -82,7 +82,7 @@ def uses_of(item: Instruction) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The whole program.
+    """The full program.
 
     main: instructions in order, forward before backward. values: main value -> type and layout, of the
     inputs of the program, too. results: main value of every result of the joint graph, in its order. parts:
@@ -103,10 +103,10 @@ class Lowered:
     @cached_property
     def of_stage(self) -> Mapping[int, Sequence[StagePart]]:
         """Stage -> its parts, in order."""
-        found: dict[int, list[StagePart]] = {}
+        result: dict[int, list[StagePart]] = {}
         for part in self.parts:
-            found.setdefault(part.stage, []).append(part)
-        return found
+            result.setdefault(part.stage, []).append(part)
+        return result
 
     @cached_property
     def ends(self) -> Mapping[StagePart, PartBoundary]:

@@ -1,4 +1,4 @@
-"""The fewest bytes from which a part of a segment can be computed again without its dear ops.
+"""The fewest bytes from which a part of a segment can be recomputed without its dear ops.
 
 A value is kept, or made again from what its op takes. Values that dear ops make cannot be made again, so
 what is kept separates them, and the segment's inputs, from what is wanted: the cheapest such set is a

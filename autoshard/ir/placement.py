@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, order=True)
 class Replicate:
-    """Every rank of the axis holds the whole tensor."""
+    """Every rank of the axis holds the full tensor."""
 
     # placements are looked up so often that hashing them takes a share of planning
     def __hash__(self) -> int:

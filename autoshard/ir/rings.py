@@ -73,7 +73,7 @@ def ring_of(node: Node) -> Ring | None:
 
 
 def ring_flop(node: Node, types: Mapping[str, TensorType]) -> float:
-    """FLOP of the products of a ring on whole tensors. types: global, of what it takes and makes."""
+    """FLOP of the products of a ring on full tensors. types: global, of what it takes and makes."""
     ring = ring_of(node)
     if ring is None:
         return 0.0

@@ -69,11 +69,11 @@ class RowTiles:
         rows = sizes.get(SEQUENCE) or sizes[BOTH] // batch
         most = min(rows, self.rows)
         cut = {BATCH: 1, SEQUENCE: most, BOTH: most}
-        found = {
+        result = {
             v: TensorType(tuple(cut.get(k, n) for k, n in zip(self.kinds[v], t.shape, strict=True)), t.dtype)
             for v, t in types.items()
         }
-        return batch * -(-rows // most), found
+        return batch * -(-rows // most), result
 
 
 def tiles_of(node: Node) -> RowTiles:
@@ -92,11 +92,11 @@ def tiles_of(node: Node) -> RowTiles:
             _decoded(args),
             _decoded(kwargs),
             outs,
-            tuple(type_of(*pair) for pair in zip(outs, made, strict=True)),
+            tuple(type_of(*pair) for pair in zip(outs, new, strict=True)),
             Origin(),
             node.backward,
         )
-        for op, args, kwargs, outs, made in statements
+        for op, args, kwargs, outs, new in statements
     )
     return RowTiles(rows, Graph("tile", given, nodes, results), kinds, recomputed)
 

@@ -15,10 +15,10 @@ from autoshard.ir.symbols import CallSite
 
 
 class Statement(NamedTuple):
-    """One op of the whole program; a tuple, since a deep program has tens of thousands.
+    """One op of the full program; a tuple, since a deep program has tens of thousands.
 
     item: place of its call (or of the node itself) in main. number: place in the segment, -1 for a node of
-    main. uses, makes: values under names that are unique over the whole program. backward: that of the node.
+    main. uses, makes: values under names that are unique over the full program. backward: that of the node.
     """
 
     item: int
@@ -46,7 +46,7 @@ class Statements:
 
 def statements_of(lowered: Lowered) -> Statements:
     """The program flattened; time linear in the number of its ops."""
-    found: list[Statement] = []
+    result: list[Statement] = []
     same: dict[str, str] = {}
     values = dict(lowered.values)
     taken = set(values)
@@ -54,7 +54,7 @@ def statements_of(lowered: Lowered) -> Statements:
     for item, instruction in enumerate(lowered.main):
         if isinstance(instruction, Node):
             uses = tuple(same.get(r, r) for r in refs_of(instruction))
-            found.append(Statement(item, -1, instruction, uses, instruction.outs, instruction.backward))
+            result.append(Statement(item, -1, instruction, uses, instruction.outs, instruction.backward))
             continue
         segment = lowered.segments[instruction.segment]
         graph = segment.graph
@@ -85,9 +85,9 @@ def statements_of(lowered: Lowered) -> Statements:
                 makes.append(name)
                 if placed is not None:
                     values[name] = placed
-            found.append(Statement(item, number, node, uses, tuple(makes), backward))
+            result.append(Statement(item, number, node, uses, tuple(makes), backward))
     results = tuple(same.get(r, r) for r in lowered.results)
-    return Statements(lowered, tuple(found), same, results, values)
+    return Statements(lowered, tuple(result), same, results, values)
 
 
 class _Line(NamedTuple):
@@ -100,9 +100,9 @@ class _Line(NamedTuple):
 
 def _body(segment: LoweredSegment, backward: bool) -> list[_Line]:
     """The ops of a segment, the same for each of its calls."""
-    made = segment.placed()
+    new = segment.placed()
     return [
-        _Line(_in_phase(n, backward), tuple(refs_of(n)), tuple((o, made.get(o)) for o in n.outs))
+        _Line(_in_phase(n, backward), tuple(refs_of(n)), tuple((o, new.get(o)) for o in n.outs))
         for n in segment.graph.nodes
     ]
 
@@ -112,7 +112,7 @@ def _in_phase(node: Node, backward: bool) -> Node:
 
 
 def repeats_of(whole: Statements) -> dict[str, str]:
-    """Value that backward makes again -> the value of forward that it equals.
+    """Value that backward recomputes -> the value of forward that it equals.
 
     Two ops give the same if they are the same op on the same values, or on values that are the same.
     """
@@ -146,10 +146,10 @@ class _Forms:
 
     def what(self, statement: Statement, same: Mapping[str, str]) -> _What:
         """What a statement does with which values; same: value -> the one that stands for it."""
-        found = self._of_node.get(id(statement.node))
-        if found is None:
-            found = self._of_node[id(statement.node)] = self._form(statement.node)
-        _, number, random = found
+        result = self._of_node.get(id(statement.node))
+        if result is None:
+            result = self._of_node[id(statement.node)] = self._form(statement.node)
+        _, number, random = result
         site = 0
         if random:  # a random op is numbered within its call
             instruction = self._lowered.main[statement.item]
@@ -238,8 +238,8 @@ class Taker:
         key = (call.segment, tuple(s.number for s in group), (*inputs, "->", *outputs))
         if key not in self.made:
             nodes = tuple(segment.graph.nodes[s.number] for s in group)
-            whole = len(nodes) == len(segment.graph.nodes)
-            name = fresh_name(call.segment if whole else f"{call.segment}_part", set(self.segments))
+            full = len(nodes) == len(segment.graph.nodes)
+            name = fresh_name(call.segment if full else f"{call.segment}_part", set(self.segments))
             types = segment.graph.types()
             graph = Graph(name, tuple((n, types[n]) for n in inputs), nodes, outputs)
             known = {*inputs, *(o for n in nodes for o in n.outs)}
@@ -252,13 +252,13 @@ class Taker:
 def producers_of(statements: Sequence[Statement], values: Collection[str]) -> list[Statement]:
     """The statements that values follow from, in order; of a value that several make, the last one."""
     wanted = set(values)
-    found: list[Statement] = []
+    result: list[Statement] = []
     for statement in reversed(statements):
         if not wanted.isdisjoint(statement.makes):
-            found.append(statement)
+            result.append(statement)
             wanted.difference_update(statement.makes)
             wanted.update(statement.uses)
-    return found[::-1]
+    return result[::-1]
 
 
 def by_part(whole: Statements) -> dict[StagePart, list[Statement]]:
@@ -283,8 +283,8 @@ def regrouped(whole: Statements, pieces: Sequence[tuple[StagePart, Sequence[Stat
     main: list[Instruction] = []
     parts: list[StagePart] = []
     for (part, statements), own in zip(pieces, needs, strict=True):
-        made = {value for statement in statements for value in statement.makes}
-        wanted = {v for v in made if v in results or users.get(v, 0) > (v in own)}
+        new = {value for statement in statements for value in statement.makes}
+        wanted = {v for v in new if v in results or users.get(v, 0) > (v in own)}
         start = len(main)
         main += taker.take(statements, wanted)
         if parts and replace(parts[-1], start=part.start, stop=part.stop) == part:

@@ -2,7 +2,7 @@
 
 With a ``softcap`` c, cap(x) = c tanh(x / c) (Gemma Team, "Gemma 2", 2024, section 2); 0: cap(x) = x.
 
-A mask (True: attend) may be one of keys alone, [.., 1, t]. If that is of whole numbers, they number the
+A mask (True: attend) may be one of keys alone, [.., 1, t]. If that is of integers, they number the
 documents that lie in one sequence (s = t), and a query attends to the keys of its own. With a ``window`` w a
 query attends to w keys up to its own position, and without ``causal`` to the w - 1 behind it; 0: to all.
 
@@ -66,13 +66,13 @@ def by_heads(x: torch.Tensor) -> torch.Tensor:
 
 def like_keys(grads: Gradients, k: torch.Tensor, v: torch.Tensor) -> Gradients:
     """Gradients of keys and values [b, h, t, d], of as many heads as queries or as keys, in their shape."""
-    made = []
+    new = []
     for grad, x in zip(grads[1:], (k, v), strict=True):
         heads = x.shape[1]
         if grad.shape[1] != heads:
             grad = in_bshd(grad.unflatten(1, (heads, -1)).sum(2))
-        made.append(grad.unsqueeze(2) if x.dim() == 5 else grad)
-    return grads[0], made[0], made[1]
+        new.append(grad.unsqueeze(2) if x.dim() == 5 else grad)
+    return grads[0], new[0], new[1]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -128,8 +128,8 @@ def sdpa_math_backward(
 ) -> Gradients:
     """Gradients of q, k, v, written out."""
     mask = _causally(q, k, mask, causal, first)
-    made = written_out_backward(grad, q, *repeated(q, k, v), out, lse, mask, scale, softcap)
-    return like_keys((in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])), k, v)
+    new = written_out_backward(grad, q, *repeated(q, k, v), out, lse, mask, scale, softcap)
+    return like_keys((in_bshd(new[0]), in_bshd(new[1]), in_bshd(new[2])), k, v)
 
 
 def _parts(
@@ -305,8 +305,8 @@ def _sdpa_backward_cpu(
 ) -> Gradients:
     given, (k, v) = (k, v), (by_heads(k), by_heads(v))
     if _needs_rows(q, k, v, mask, window, softcap):
-        made = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
-        return like_keys(made, *given)
+        new = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+        return like_keys(new, *given)
     if softcap:
         return like_keys(_capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap), *given)
     if not _cpu_kernel_fits(q, k, v, mask):
@@ -371,20 +371,20 @@ def _sdpa_cuda(
     q, k, v = dense(q), dense(by_heads(k)), dense(by_heads(v))
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (q, k, v))
-        found = torch.ops.aten._flash_attention_forward(
+        result = torch.ops.aten._flash_attention_forward(
             *by_position,
             *(None, None, q.shape[2], k.shape[2], 0.0, causal, False),
             scale=scale,
             **_reach(window, causal),
         )
-        return in_bshd(found[0].transpose(1, 2)), found[1][..., : q.shape[2]].contiguous()
+        return in_bshd(result[0].transpose(1, 2)), result[1][..., : q.shape[2]].contiguous()
     if _needs_rows(q, k, v, mask, window, softcap):
         return _by_rows(q, k, v, mask, causal, scale, window, softcap)
     if softcap:
         return _capped(q, k, v, mask, causal, scale, softcap)
     if _flash_fits(q, k, v, mask, causal):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return in_bshd(found[0]), found[1][..., : q.shape[2]].contiguous()
+        result = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return in_bshd(result[0]), result[1][..., : q.shape[2]].contiguous()
     if not _efficient_fits(q, k, v):
         return sdpa_math(q, k, v, mask, causal, scale)
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -412,13 +412,13 @@ def _sdpa_backward_cuda(
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         sizes, none = (q.shape[2], k.shape[2]), (None, None)
-        found = torch.ops.aten._flash_attention_backward(
+        result = torch.ops.aten._flash_attention_backward(
             *by_position, lse, *none, *sizes, 0.0, causal, state, state, scale=scale, **_reach(window, causal)
         )
-        grads = tuple(x.transpose(1, 2) for x in found)
+        grads = tuple(x.transpose(1, 2) for x in result)
     elif _needs_rows(q, k, v, mask, window, softcap):
-        made = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
-        return like_keys(made, *given)
+        new = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
+        return like_keys(new, *given)
     elif softcap:
         return like_keys(_capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap), *given)
     elif _flash_fits(q, k, v, mask, causal):
@@ -440,7 +440,7 @@ def _sdpa_backward_cuda(
             scale=scale,
         )
     elif _efficient_fits(q, k, v):
-        # the kernel reads whole blocks of 32 rows
+        # the kernel reads full blocks of 32 rows
         rows = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad,

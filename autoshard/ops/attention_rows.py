@@ -195,7 +195,7 @@ def sdpa_rows(
         told = start, zigzag, window, causal, softcap
         out, lse = torch.ops.autoshard.flash_rows(q, *repeated(q, k, v), _keys_of(mask), scale, *told)
         return in_bshd(out), lse
-    made: list[tuple[_Tile, torch.Tensor, torch.Tensor]] = []
+    new: list[tuple[_Tile, torch.Tensor, torch.Tensor]] = []
     for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
         parts = []
         for tile in tiles:
@@ -208,11 +208,11 @@ def sdpa_rows(
             if hidden is not None and len(tiles) > 1:
                 lse = lse.masked_fill(tile.empty(hidden), float("-inf"))
             parts.append((out, lse))
-        made.append((tiles[0], *(_joined(*parts) if len(parts) > 1 else parts[0])))
-    if len(made) == 1:
-        return in_bshd(made[0][1]), made[0][2]
+        new.append((tiles[0], *(_joined(*parts) if len(parts) > 1 else parts[0])))
+    if len(new) == 1:
+        return in_bshd(new[0][1]), new[0][2]
     outs, sums = fake(q, k, v, None, causal, scale)
-    for tile, out, lse in made:
+    for tile, out, lse in new:
         outs[tile.batch, :, tile.rows] = out
         sums[tile.batch, :, tile.rows] = lse
     return outs, sums
@@ -262,8 +262,8 @@ def sdpa_rows_backward(
             causal,
             softcap,
         )
-        made = torch.ops.autoshard.flash_rows_backward(*given)
-        return like_keys((in_bshd(made[0]), in_bshd(made[1]), in_bshd(made[2])), *keys_values)
+        new = torch.ops.autoshard.flash_rows_backward(*given)
+        return like_keys((in_bshd(new[0]), in_bshd(new[1]), in_bshd(new[2])), *keys_values)
     grad_q, grad_k, grad_v = zeros_like_all(q, k, v)
     for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
         for tile in tiles:

@@ -45,8 +45,8 @@ class Selection:
         x = x.permute([*before, *(dim + k for k in order), *after])
         lead, rest = list(x.shape[:dim]), list(x.shape[dim + len(axes) :])
         here = [n if a in axes else 1 for a, n in enumerate(self.shape)]
-        whole = x.reshape([*lead, *here, *rest]).expand([*lead, *self.shape, *rest])
-        return whole.reshape([*lead, self.rows, *rest])
+        full = x.reshape([*lead, *here, *rest]).expand([*lead, *self.shape, *rest])
+        return full.reshape([*lead, self.rows, *rest])
 
     def added(self, rows: torch.Tensor, axis: int) -> torch.Tensor:
         """What the rows that count, [rows, ...], add to each index along an axis: [index, ...]."""

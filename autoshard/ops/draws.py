@@ -32,7 +32,7 @@ class Draws:
         self._drop = drop
 
     def table(self) -> dict[Callable[..., Any], Callable[..., Any]]:
-        made = (torch.rand, self._uniform), (torch.randn, self._normal)
+        new = (torch.rand, self._uniform), (torch.randn, self._normal)
         like = (torch.rand_like, self._uniform), (torch.randn_like, self._normal)
         placed: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
             (torch.Tensor.uniform_, self._uniform_in),
@@ -44,7 +44,7 @@ class Draws:
             (torch.Tensor.geometric_, self._geometric_in),
         )
         return {
-            **{fn: _made(fn, draw) for fn, draw in made},
+            **{fn: _made(fn, draw) for fn, draw in new},
             **{fn: _like(fn, draw) for fn, draw in like},
             **{fn: _placed(fn, draw) for fn, draw in placed},
             torch.bernoulli: self._bernoulli,
@@ -80,8 +80,8 @@ class Draws:
         low, high = given.get("low", 0), given["high"]
         if given.get("generator") is not None or not 0 < high - low <= 1 << _BITS:
             return torch.ops.aten.randint.low(low, high, given["size"], dtype=torch.int64)
-        whole = (self._uniform(tuple(given["size"]), torch.float32) * (high - low)).floor()
-        return whole.clamp(max=high - low - 1).to(given.get("dtype") or torch.int64) + low
+        full = (self._uniform(tuple(given["size"]), torch.float32) * (high - low)).floor()
+        return full.clamp(max=high - low - 1).to(given.get("dtype") or torch.int64) + low
 
     def _integers_like(self, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         options.setdefault("dtype", input.dtype)

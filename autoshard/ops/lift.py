@@ -138,7 +138,7 @@ class Lifter:
         return out, self._drop(torch.ones_like(input.detach()), float(p)) != 0
 
     def feature_dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        """Whole channels of [n, c, ...] are dropped."""
+        """Full channels of [n, c, ...] are dropped."""
         if not train or p == 0.0:
             return input
         return input * self.dropout(torch.ones_like(input[_CHANNELS[: input.dim()]]), p)
@@ -153,7 +153,7 @@ class Lifter:
     def feature_alpha_dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> torch.Tensor:
-        """The same of whole channels."""
+        """The same of full channels."""
         return self._alpha(input, torch.ones_like(input[_CHANNELS[: input.dim()]]), p, training, inplace)
 
     def _alpha(
@@ -263,10 +263,10 @@ class Lifter:
             and 0.0 <= label_smoothing <= 1.0
         )
         if not ours:
-            found = _CROSS_ENTROPY(
+            result = _CROSS_ENTROPY(
                 input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
-            return cast(torch.Tensor, found)
+            return cast(torch.Tensor, result)
         if torch.is_autocast_enabled("cpu") and input.dtype != torch.float64:  # which autocast leaves alone
             input = input.float()
         rows, _ = torch.ops.autoshard.xent(input, target, ignore_index, float(label_smoothing))

@@ -70,12 +70,12 @@ def recurrent_backward(
     with autograd_inside():
         for t in ends:
             t.requires_grad_()
-        made = recurrent(ends[0], ends[1], ends[2], ends[3], kind, bias, bidirectional)
-        used = [(o, g) for o, g in zip(made, (grad_out, grad_h, grad_c), strict=True) if o.requires_grad]
-        found = torch.autograd.grad(
+        new = recurrent(ends[0], ends[1], ends[2], ends[3], kind, bias, bidirectional)
+        used = [(o, g) for o, g in zip(new, (grad_out, grad_h, grad_c), strict=True) if o.requires_grad]
+        result = torch.autograd.grad(
             [o for o, _ in used], ends, [g for _, g in used], allow_unused=True, materialize_grads=True
         )
-    gx, gh, gc, gw = (t.detach().contiguous() for t in found)
+    gx, gh, gc, gw = (t.detach().contiguous() for t in result)
     return gx, gh, gc, gw
 
 
@@ -113,8 +113,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-    found = torch.ops.autoshard.recurrent_backward(*grads, *ctx.saved_tensors, *ctx.options)
-    return (*found, None, None, None)
+    result = torch.ops.autoshard.recurrent_backward(*grads, *ctx.saved_tensors, *ctx.options)
+    return (*result, None, None, None)
 
 
 _OPTIONS = "int kind, bool bias, bool bidirectional"

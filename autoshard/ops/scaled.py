@@ -33,8 +33,8 @@ def amax_scale(
         largest = size.unflatten(dim, (-1, block)).amax(dim + 1)
     else:
         largest = size.amax(dim, keepdim=True)
-    found = largest.float().clamp_min(_LEAST) / torch.finfo(element).max
-    return found if scale == torch.float32 else torch.exp2(torch.ceil(torch.log2(found))).to(scale)
+    result = largest.float().clamp_min(_LEAST) / torch.finfo(element).max
+    return result if scale == torch.float32 else torch.exp2(torch.ceil(torch.log2(result))).to(scale)
 
 
 def _by_block(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +92,8 @@ def on_matrix_units(
             pad(scale_b.expand(1, columns), (0, wider)).contiguous(),
         )
     kind = ScalingType.RowWise if by_row and not after else ScalingType.TensorWise
-    made = torch_scaled_mm(left, right, scales[0], kind, scales[1], kind, output_dtype=made_in)[:, :columns]
-    return (made * scale_a * scale_b).to(dtype) if after else made.contiguous()
+    new = torch_scaled_mm(left, right, scales[0], kind, scales[1], kind, output_dtype=made_in)[:, :columns]
+    return (new * scale_a * scale_b).to(dtype) if after else new.contiguous()
 
 
 #: op of a program -> what it calls, for compilers that fuse it with what is around it

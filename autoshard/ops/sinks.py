@@ -44,7 +44,7 @@ class AttentionWithSinks(torch.autograd.Function):
         q, k, v, out, total, sinks, *masks = ctx.saved_tensors
         (grad,) = grads
         mask = masks[0] if masks else None
-        made = _ops.sdpa_backward(grad, q, k, v, out, total, mask, ctx.causal, ctx.scale)
+        new = _ops.sdpa_backward(grad, q, k, v, out, total, mask, ctx.causal, ctx.scale)
         share = torch.exp(sinks.to(total.dtype).view(1, -1, 1) - total)
         lost = (grad.to(total.dtype) * out).sum(-1) * share
-        return (*made, None, None, None, -lost.sum((0, 2)).to(sinks.dtype))
+        return (*new, None, None, None, -lost.sum((0, 2)).to(sinks.dtype))

@@ -59,17 +59,17 @@ def cov(
         return _COV(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input.reshape(1, -1) if input.dim() < 2 else input
     apart = rows - rows.mean(1, keepdim=True)
-    found = apart @ apart.mH / max(0, rows.shape[1] - correction)
-    return found if input.dim() == 2 else found.reshape(())
+    result = apart @ apart.mH / max(0, rows.shape[1] - correction)
+    return result if input.dim() == 2 else result.reshape(())
 
 
 def corrcoef(input: torch.Tensor) -> torch.Tensor:
     """Correlations of the rows of [v, n]."""
-    found = cov(input)
-    if found.dim() == 0:
-        return found / found
-    spread = found.diagonal().real.sqrt()
-    found = found / spread.unsqueeze(1) / spread
-    if not found.is_complex():
-        return found.clamp(-1.0, 1.0)
-    return torch.complex(found.real.clamp(-1.0, 1.0), found.imag.clamp(-1.0, 1.0))
+    result = cov(input)
+    if result.dim() == 0:
+        return result / result
+    spread = result.diagonal().real.sqrt()
+    result = result / spread.unsqueeze(1) / spread
+    if not result.is_complex():
+        return result.clamp(-1.0, 1.0)
+    return torch.complex(result.real.clamp(-1.0, 1.0), result.imag.clamp(-1.0, 1.0))

@@ -31,11 +31,11 @@ def as_strided(
     size, stride = [int(n) for n in size], [int(n) for n in stride]
     # dims of size 1 lie anywhere
     kept = [d for d, n in enumerate(size) if n != 1]
-    found = _windows(input, tuple(size[d] for d in kept), tuple(stride[d] for d in kept)) if begins else None
+    result = _windows(input, tuple(size[d] for d in kept), tuple(stride[d] for d in kept)) if begins else None
     # not torch.as_strided, which is replaced while a model is traced
-    if found is None:
+    if result is None:
         return torch.ops.aten.as_strided.default(input, size, stride, storage_offset)
-    return found.reshape(size)
+    return result.reshape(size)
 
 
 def _windows(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor | None:
@@ -60,8 +60,8 @@ def _windows(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) ->
         if part.window:
             out = out.unfold(dim, part.window, part.step)
             windows.append(part.dims[1])
-    made = [*lead, *windows]
-    return out.permute([made.index(d) for d in range(len(size))])
+    new = [*lead, *windows]
+    return out.permute([new.index(d) for d in range(len(size))])
 
 
 def _parts(size: tuple[int, ...], stride: tuple[int, ...]) -> list[_Part] | None:

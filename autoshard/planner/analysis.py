@@ -24,7 +24,7 @@ class Analysis:
     """What does not depend on the mesh.
 
     captured: what it was made of. fingerprint: of the simplified graph; a plan only fits the graph it was
-    made for. dumps: texts of the passes before the search. replicated: ops without a rule that run on whole
+    made for. dumps: texts of the passes before the search. replicated: ops without a rule that run on full
     tensors. table: the rule of every op that has one, those of the user among them. expert_chunks: see
     `PlanOptions`.
     """

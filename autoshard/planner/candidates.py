@@ -10,10 +10,10 @@ from autoshard.cost.stage_machines import (
     across_nodes,
     boundary_links,
     bounding_machine,
+    full_mesh,
     inner_candidates,
     limits,
     stage_machines,
-    whole_mesh,
 )
 from autoshard.errors import UsageError
 from autoshard.ir.scaled import FORMATS, rate_of
@@ -100,7 +100,7 @@ def candidate_meshes(
     experts: that a model has, over which an axis of its own may divide ranks; within pipelines on machines of
     one kind.
 
-    Of pipelines on a cluster of unlike groups, those whose ranks are each in one group, or whole groups.
+    Of pipelines on a cluster of unlike groups, those whose ranks are each in one group, or full groups.
     """
     meshes = mesh_candidates(machine, world) + expert_candidates(machine, world, experts)
     # over how many data ranks each divides is for the search to see: other axes may take the rest
@@ -162,7 +162,7 @@ class _Machines:
         if used.alike:  # as far as it is used: one group of several may be enough
             across = across_nodes(used, mesh, ranks)
             return Staged(mesh, pipes, batches, pipe_link(used, mesh, ranks), across=across)
-        laid = laid_roughly(self._cluster, whole_mesh(mesh, ranks))
+        laid = laid_roughly(self._cluster, full_mesh(mesh, ranks))
         links = self._between(laid, mesh, ranks)
         slowest = max(links[:-1], key=lambda link: seconds("send", _MESSAGE, link))
         machines = stage_machines(laid, mesh, ranks)

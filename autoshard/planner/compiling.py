@@ -114,14 +114,14 @@ def _user_ops(analysis: Analysis) -> tuple[str, ...]:
 
 def stored_parameters(programs: Iterable[Program]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """(name, layout, pipeline stages) of the parameters of programs; no stages where there is no pipeline."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    result: dict[str, tuple[str, tuple[int, ...]]] = {}
     for program in programs:
         stages = {} if program.stages is None else holders_of(program)
         for port in program.signature.ports:
-            if port.kind == "param" and port.target not in found:
+            if port.kind == "param" and port.target not in result:
                 layout = program.lowered.values[port.name].layout
-                found[port.target] = " ".join(map(str, layout)), stages.get(port.name, ())
-    return tuple((name, *where) for name, where in found.items())
+                result[port.target] = " ".join(map(str, layout)), stages.get(port.name, ())
+    return tuple((name, *where) for name, where in result.items())
 
 
 def options_on(options: PlanOptions, programs: Sequence[Program]) -> PlanOptions:

@@ -50,7 +50,7 @@ class TruncatedRun:
 
 @dataclass(frozen=True)
 class DepthExtrapolation:
-    """The same of the whole program. step: seconds, None if it does not fit."""
+    """The same of the full program. step: seconds, None if it does not fit."""
 
     held: ResidentBytes
     bytes: float

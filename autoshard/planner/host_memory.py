@@ -42,7 +42,7 @@ class HostNeed:
 
 def need_of(prices: StagePrices) -> HostNeed:
     """What a program takes of the memory of a node."""
-    world = Mesh.parse(prices.program.whole_mesh).world_size
+    world = Mesh.parse(prices.program.full_mesh).world_size
     fullest = max(host_bytes(prices), key=lambda held: held.total)
     return HostNeed(fullest, min(host_of(prices.cluster.device).devices, world))
 

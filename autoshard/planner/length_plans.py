@@ -80,12 +80,12 @@ def parse_lengths(text: str) -> tuple[LengthShare, ...]:
     for part in filter(None, map(str.strip, text.split(","))):
         length, _, share = part.partition(":")
         try:
-            found = int(length), float(share or 1)
+            result = int(length), float(share or 1)
         except ValueError:
-            found = 0, 0.0
-        if found[0] < 1 or not 0 < found[1] < float("inf") or found[0] in shares:
+            result = 0, 0.0
+        if result[0] < 1 or not 0 < result[1] < float("inf") or result[0] in shares:
             raise UsageError(f"lengths have {part!r}", hint="write LENGTH:SHARE, as in 512:0.7,4096:0.3")
-        shares[found[0]] = found[1]
+        shares[result[0]] = result[1]
     total = sum(shares.values())
     if not shares:
         raise UsageError("there are no lengths", hint="write LENGTH:SHARE, as in 512:0.7,4096:0.3")
@@ -142,7 +142,7 @@ class _Choice:
             self.alone.append(request.planned_from(sized, self.analyses[-1]))
         self.programs = [compile_analysed(planned) for planned in self.alone]
         #: where the best plan of each length alone has its parameters
-        self.storages = [(p.whole_mesh, stored_parameters([p])) for p in self.programs]
+        self.storages = [(p.full_mesh, stored_parameters([p])) for p in self.programs]
 
     def _expected(self, plans: Sequence[Planned]) -> float:
         return sum(each.share * _seconds(planned) for each, planned in zip(self.shares, plans, strict=True))
@@ -169,22 +169,22 @@ class _Choice:
 
     def _distinct(self) -> list[Program]:
         """Programs of the lengths whose parameters lie differently, of the most frequent length first."""
-        found: dict[Any, Program] = {}
+        result: dict[Any, Program] = {}
         for _, k in sorted((-each.share, k) for k, each in enumerate(self.shares)):
-            found.setdefault(self.storages[k], self.programs[k])
-        return list(found.values())
+            result.setdefault(self.storages[k], self.programs[k])
+        return list(result.values())
 
     def _on(self, program: Program, incumbent: float | None) -> list[Planned] | None:
         """The plans of all lengths with the parameters of one of them; None if they are no better than the
         incumbent, in seconds, or do not fit."""
-        where, options = Mesh.parse(program.whole_mesh), options_on(self.request.options, [program])
+        where, options = Mesh.parse(program.full_mesh), options_on(self.request.options, [program])
         request = replace(self.request, where=where, options=options)
         plans = list(self.alone)
         for k in range(len(plans)):
             # the best plan of a length alone is the least that it can take
             if incumbent is not None and self._expected(plans) >= incumbent:
                 return None
-            if self.storages[k] == (program.whole_mesh, options.stored):
+            if self.storages[k] == (program.full_mesh, options.stored):
                 continue
             try:
                 plans[k] = request.planned_from(self.sources[k], self.analyses[k])

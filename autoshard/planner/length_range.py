@@ -83,14 +83,14 @@ def plan_range(request: PlanningRequest, source: Source, lengths: LengthRange) -
     for _ in range(MOST_REPLANS + 1):
         request.progress(f"planning for {lengths.longest} tokens")
         planned = request.planned_for_device(longest)
-        found = RangePlan(planned, lengths, tuple(_peaks(request, planned, lengths)))
-        over = 0.0 if asked is None else found.fullest.bytes - asked
+        result = RangePlan(planned, lengths, tuple(_peaks(request, planned, lengths)))
+        over = 0.0 if asked is None else result.fullest.bytes - asked
         if over <= 0 or request.memory is None:
-            return found
+            return result
         request = replace(request, memory=int(request.memory - over))
     raise InfeasibleError(
-        f"no plan was found that fits {bytes_text(asked or 0)} at {found.fullest.length} tokens",
-        why=f"it holds {bytes_text(found.fullest.bytes)} there, more than at {lengths.longest}",
+        f"no plan was found that fits {bytes_text(asked or 0)} at {result.fullest.length} tokens",
+        why=f"it holds {bytes_text(result.fullest.bytes)} there, more than at {lengths.longest}",
         hint="give lengths that the mesh divides, for instance by padding to a multiple of 128",
     )
 
@@ -117,7 +117,7 @@ def _peaks(request: PlanningRequest, planned: Planned, lengths: LengthRange) -> 
 def _alone(request: PlanningRequest, planned: Planned, sized: Source) -> Planned:
     """A plan of a length with the parameters of another's."""
     program = compile_analysed(planned)
-    where, options = Mesh.parse(program.whole_mesh), options_on(request.options, [program])
+    where, options = Mesh.parse(program.full_mesh), options_on(request.options, [program])
     return replace(request, where=where, options=options).planned(sized)
 
 

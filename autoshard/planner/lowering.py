@@ -78,14 +78,14 @@ def lower_plan(
         return least_offload(stored, lambda program: StagePrices(program, cluster), plan.budget)
 
     mesh = Mesh.parse(plan.mesh)
-    options = hierarchy_options(passes.hierarchy, cluster, whole_mesh(mesh, plan), mesh)
+    options = hierarchy_options(passes.hierarchy, cluster, full_mesh(mesh, plan), mesh)
     program, tried = best_hierarchy(options, build, cluster, plan.budget, say)
     if REFINES in program.dumps:
         assert isinstance(program.dumps, Dumps)  # it was made just now
         program = replace(program, dumps=program.dumps.headed(REFINES, comparison(tried)))
     if program.original is None or not totals_in(program.original.segments):
         return program
-    # its losses add up to those of the whole batch, by a graph that is not quite the captured one
+    # its losses add up to those of the full batch, by a graph that is not quite the captured one
     stored = replace(plan, step_fingerprint=fingerprint_of(program, analysis.table))
     return replace(program, plan=plan_to_json(stored))
 
@@ -107,7 +107,7 @@ def lowering_of(
 ) -> LoweringOptions:
     """What the passes after the search need to know of a plan."""
     mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
-    prices = NodePrices(cluster, mesh, whole_mesh(mesh, plan), passes.codegen)
+    prices = NodePrices(cluster, mesh, full_mesh(mesh, plan), passes.codegen)
     return LoweringOptions(
         flow,
         plan,
@@ -173,7 +173,7 @@ def schedule_of(plan: Plan) -> Schedule | None:
     return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
 
 
-def whole_mesh(mesh: Mesh, plan: Plan) -> Mesh:
+def full_mesh(mesh: Mesh, plan: Plan) -> Mesh:
     """The mesh of all ranks that a plan is for, with its pp axis. mesh: of one stage."""
     if plan.pipeline is None:
         return mesh
@@ -194,9 +194,9 @@ def _laid_out(
     mesh, last = Mesh.parse(str(options.mesh)), Mesh.parse(str(taken.last_mesh))
     links: dict[str, AxisLink] = {}
     for each in (mesh, last):
-        whole = whole_mesh(each, options.plan)
+        full = full_mesh(each, options.plan)
         links |= {
-            a.name: link_of(cluster.used_by(whole.world_size), whole, whole.index(a.name)) for a in each.axes
+            a.name: link_of(cluster.used_by(full.world_size), full, full.index(a.name)) for a in each.axes
         }
 
     def of(kind: str, nbytes: float, axis: str) -> float:
@@ -210,6 +210,6 @@ def _laid_out(
     taken = replace(taken, hierarchy=hierarchy, quantise=quantise)
     if last == mesh:
         return taken  # priced already
-    prices = NodePrices(cluster, last, whole_mesh(last, options.plan), passes.codegen)
+    prices = NodePrices(cluster, last, full_mesh(last, options.plan), passes.codegen)
     hosting = _hosting(cluster, last, prices, passes)
     return replace(taken, seconds=prices if passes.overlap else None, hosting=hosting)

@@ -239,7 +239,7 @@ class MemoryFitter:
         cached = next((fit for _, fit in self._fitted if _same(fit.solution, solution)), None)
         return None if cached is None or cached.peak is None else cached.peak.step
 
-    def whole_seconds(self, solution: CandidateSolution) -> float:
+    def full_seconds(self, solution: CandidateSolution) -> float:
         """Of a step of a solution that fits, with what it waits for its host."""
         peak = self.fitted(solution).peak
         return self._seconds(solution) + (peak.waits if peak is not None else 0.0)
@@ -379,7 +379,7 @@ class MemoryFitter:
         return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
 
     def program_peaks(self, solution: CandidateSolution, staging: Staging | None) -> Peaks:
-        """Of the whole program that a solution becomes."""
+        """Of the full program that a solution becomes."""
         plan, options = self.lowering(solution)
         schedule = uncut = None
         if staging is not None:

@@ -16,7 +16,7 @@ from autoshard.errors import UsageError
 from autoshard.options import Differentiate, PassOptions, PlanOptions
 from autoshard.planner.compiling import cluster_of, compile_analysed, options_on, request_of
 from autoshard.planner.length_plans import LengthShare, most_frequent, plan_lengths, resized_inputs
-from autoshard.planner.lowering import schedule_of, whole_mesh
+from autoshard.planner.lowering import full_mesh, schedule_of
 from autoshard.planner.planning import Planned, Progress, Source
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.program.program import Program
@@ -49,14 +49,14 @@ class ModelCompiler:
     ) -> tuple[Program, Captured, Planned | None]:
         """The first program of a model, what its capture left, and its plan, where it was planned here.
         shares: of lengths that are planned together; it is that of the most frequent one."""
-        found = self._compiled(model, inputs, self.options, shares)
-        program = _program_of(found)
+        result = self._compiled(model, inputs, self.options, shares)
+        program = _program_of(result)
         if shares:
             inputs = resized_inputs(inputs, most_frequent(shares).length)
         prices = self.mesh if isinstance(self.mesh, Cluster) else self.cluster
         plan = plan_from_json(program.plan)
-        further = replace(self, mesh=whole_mesh(Mesh.parse(plan.mesh), plan), cluster=prices)
-        return program, further._captured(model, inputs, found, self.options), found.here
+        further = replace(self, mesh=full_mesh(Mesh.parse(plan.mesh), plan), cluster=prices)
+        return program, further._captured(model, inputs, result, self.options), result.here
 
     def compiled(
         self,
@@ -72,8 +72,8 @@ class ModelCompiler:
             differentiate="all" if self.options.differentiate == "all" else differentiate,
             pins=tuple(pins),
         )
-        found = self._compiled(module, inputs, options)
-        return _program_of(found), self._captured(module, inputs, found, options)
+        result = self._compiled(module, inputs, options)
+        return _program_of(result), self._captured(module, inputs, result, options)
 
     def of_stored(self, program: Program, model: nn.Module) -> Captured | None:
         """What a capture of a stored program would leave; None where its inputs cannot be told."""
@@ -122,16 +122,16 @@ class ModelCompiler:
         return cluster_of(self.mesh, self.cluster, model)
 
     def _captured(
-        self, model: nn.Module, inputs: Inputs, found: CompiledOnce[Planned], options: PlanOptions
+        self, model: nn.Module, inputs: Inputs, result: CompiledOnce[Planned], options: PlanOptions
     ) -> Captured:
-        program = _program_of(found)
+        program = _program_of(result)
         # where one rank compiled for others, all compare calls with what they all know
-        together = found.shared and bool(self.ranks.groups)
+        together = result.shared and bool(self.ranks.groups)
 
         @cache
         def planned_of(module: nn.Module) -> Planned:
-            if found.here is not None:
-                return found.here
+            if result.here is not None:
+                return result.here
             plan = plan_from_json(program.plan)
             tiled = replace(options, tile_rows=plan.tile_rows or None, expert_chunks=plan.expert_chunks)
             source = self._source(module, inputs, bool(plan.replicated), tiled)
@@ -142,14 +142,14 @@ class ModelCompiler:
             return planned_of(module).of_microbatch(lambda _: None)
 
         return captured_of(
-            _state_of(program, model, None if together else found.here),
+            _state_of(program, model, None if together else result.here),
             program.state.graph,
             inputs,
             options.differentiate,
             options.precision,
             self.compiled,
             partial(self._resized, program, micro_of),
-            self.ranks if found.shared else CompilingRanks.alone(),
+            self.ranks if result.shared else CompilingRanks.alone(),
             program.signature.batched,
         )
 
@@ -183,9 +183,9 @@ class ModelCompiler:
         return compile_once(compile_here, key, self.ranks, self.rules).program
 
 
-def _program_of(found: CompiledOnce[Planned]) -> Program:
-    assert found.program is not None
-    return found.program
+def _program_of(result: CompiledOnce[Planned]) -> Program:
+    assert result.program is not None
+    return result.program
 
 
 def _state_of(program: Program, model: nn.Module, planned: Planned | None) -> CapturedState:

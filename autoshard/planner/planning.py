@@ -244,51 +244,56 @@ class PlanningRequest:
 
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
-        found = self.planned_from(source, source.analysed(self.progress))
-        return [*self._with_expert_chunks(found), found][0]
+        result = self.planned_from(source, source.analysed(self.progress))
+        return [*self._with_expert_chunks(result), result][0]
 
     def planned_for_device(self, source: Source) -> Planned:
         """The same with what a process takes of its device. Where that is too much even with segments that
         grow, it is planned again with less memory, which a warning says, unless ``memory`` was given."""
         analysis, request, searches = source.analysed(self.progress), self, Searches()
-        found = self._on_device(request.planned_from(source, analysis, searches))
+        result = self._on_device(request.planned_from(source, analysis, searches))
         # how it came to have tiles, which a plan with less memory has from the start
-        notes = found.plan.warnings if found.source and found.source.tile_rows != source.tile_rows else ()
+        notes = result.plan.warnings if result.source and result.source.tile_rows != source.tile_rows else ()
         for attempt in range(MOST_REPLANS):
-            if found.device is None or not found.device.missing or self.memory is None or self.options.memory:
+            if (
+                result.device is None
+                or not result.device.missing
+                or self.memory is None
+                or self.options.memory
+            ):
                 break  # as asked for, or it fits
-            assert found.source is not None
-            if found.source.tile_rows != source.tile_rows:
-                source, analysis, searches = found.source, found.analysis, Searches()
-            less = (request.memory or self.memory) - found.device.missing
-            if attempt and found.peak is not None:
+            assert result.source is not None
+            if result.source.tile_rows != source.tile_rows:
+                source, analysis, searches = result.source, result.analysis, Searches()
+            less = (request.memory or self.memory) - result.device.missing
+            if attempt and result.peak is not None:
                 # that was no help: what is reserved falls by less than what a plan holds
-                less = min(less, math.ceil(found.peak.bytes) - 2**attempt * found.device.missing)
-            for kinds in self._as_much_offloaded(found.plan.offload):
+                less = min(less, math.ceil(result.peak.bytes) - 2**attempt * result.device.missing)
+            for kinds in self._as_much_offloaded(result.plan.offload):
                 smaller = replace(request, memory=less, options=replace(self.options, offload=kinds))
                 self.progress("planning with less memory")
                 with suppress(InfeasibleError):
-                    before, found = found, self._on_device(smaller.planned_from(source, analysis, searches))
+                    before, result = result, self._on_device(smaller.planned_from(source, analysis, searches))
                     request = smaller
                     notes = tuple(n.replace(_words(before.plan.offload), _words(kinds)) for n in notes)
                     break
             else:
                 break  # the plan before stands, and its device says that it does not fit
-        fits = found.device is None or not found.device.missing
-        for chunked in request._with_expert_chunks(found) if fits else ():
+        fits = result.device is None or not result.device.missing
+        for chunked in request._with_expert_chunks(result) if fits else ():
             on_device = self._on_device(chunked)
             if on_device.device is None or not on_device.device.missing:
-                found = on_device
+                result = on_device
                 break
         if request.memory == self.memory:
-            return found
-        notes = tuple(w for w in notes if w not in found.plan.warnings)
+            return result
+        notes = tuple(w for w in notes if w not in result.plan.warnings)
         asked, given = bytes_text(self.memory or 0), bytes_text(request.memory or 0)
         text = (
             f"planned for {given}: {asked} of tensors do not fit beside what the allocator cannot use, "
             "the CUDA context and NCCL"
         )
-        return replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, *notes, text)))
+        return replace(result, plan=replace(result.plan, warnings=(*result.plan.warnings, *notes, text)))
 
     def _as_much_offloaded(self, kinds: str) -> Sequence[str]:
         """What may be in host memory where so much is; no more than that if it was asked for."""
@@ -316,10 +321,10 @@ class PlanningRequest:
             chunked = replace(source, expert_chunks=chunks)
             with suppress(UsageError, InfeasibleError):  # sequences that do not divide, or more memory
                 analysis = chunked.analysed_from(planned.analysis.captured, self.progress)
-                found = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
-                if _step_of(found) < (1 - _WORTH) * _step_of(best[0]):
-                    warnings = tuple(dict.fromkeys((*found.plan.warnings, *plan.warnings)))
-                    best.insert(0, replace(found, plan=replace(found.plan, warnings=warnings)))
+                result = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
+                if _step_of(result) < (1 - _WORTH) * _step_of(best[0]):
+                    warnings = tuple(dict.fromkeys((*result.plan.warnings, *plan.warnings)))
+                    best.insert(0, replace(result, plan=replace(result.plan, warnings=warnings)))
                     continue
             break
         return best[:-1]
@@ -343,17 +348,17 @@ class PlanningRequest:
                 tiled = replace(source, tile_rows=rows)
                 tiled_analysis, searches = tiled.analysed(self.progress), Searches()
             try:
-                found = request._of_any_batch(tiled, tiled_analysis, searches)
+                result = request._of_any_batch(tiled, tiled_analysis, searches)
             except InfeasibleError as error:
                 last = error
                 continue
-            if best is None or _step_of(found) < _step_of(best):
+            if best is None or _step_of(result) < _step_of(best):
                 warning = f"planned with {text}: nothing fits the memory without tiles"
                 if self.batch is None and (batch := batch_of(analysis.folded)) > 1:
                     several = f"global_batch={batch} (--global-batch)"
                     warning += f"; {several} would let a step be several microbatches"
-                best = replace(found, plan=replace(found.plan, warnings=(*found.plan.warnings, warning)))
-            if not found.plan.recompute or request.offload:
+                best = replace(result, plan=replace(result.plan, warnings=(*result.plan.warnings, warning)))
+            if not result.plan.recompute or request.offload:
                 break  # less on the device could not be faster
         if best is None:
             raise last
@@ -390,8 +395,8 @@ class PlanningRequest:
             request = replace(self, options=replace(self.options, global_batch=total))
             self.progress(f"capturing again, with {batch} sequences")
             try:
-                again = source.with_batch(analysis, batch).analysed(self.progress)
-                return request._planned(source, again, searches)
+                repeated = source.with_batch(analysis, batch).analysed(self.progress)
+                return request._planned(source, repeated, searches)
             except (BatchError, CaptureError):
                 raise error from None
 
@@ -561,8 +566,8 @@ def plan_analysed(
     best = replace(best, offload=str(offload))
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
-    again = partial(fitter.program_peaks, solution, staging)
-    return Planned(best, analysis, cluster, solution, staging=staging, peak=fitted.peak, peaks=again)
+    repeated = partial(fitter.program_peaks, solution, staging)
+    return Planned(best, analysis, cluster, solution, staging=staging, peak=fitted.peak, peaks=repeated)
 
 
 #: times the memory of a device that the search may fill, one after the other, with activations that then go
@@ -599,11 +604,11 @@ def _chosen(
             continue  # what came closest needs more than that
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
-            known = None if best is None else (best, fitter.whole_seconds(best))
+            known = None if best is None else (best, fitter.full_seconds(best))
             solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches, known)
             if len(wider) == 1 or solution.interrupted:
                 return best or solution
-            slower = known is not None and fitter.whole_seconds(solution) >= known[1]
+            slower = known is not None and fitter.full_seconds(solution) >= known[1]
         except InfeasibleError as error:
             failure = failure or error
             if best is None and fitter.failed >= _ENOUGH:

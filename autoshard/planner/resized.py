@@ -90,10 +90,10 @@ class _Resizing:
             self._shards(place, old, new, placed, axis) if isinstance(placed, Shard) else [placed]
             for axis, placed in enumerate(layout)
         ]
-        found = [made for made in product(*each) if layout_ok(new.shape, made, self.sizes)]
-        if not found:
+        result = [built for built in product(*each) if layout_ok(new.shape, built, self.sizes)]
+        if not result:
             raise NotResizableError(f"{place}: {new} has no layout that is as {layout} of {old}")
-        return found
+        return result
 
     def _shards(
         self, place: Place, old: TensorType, new: TensorType, placed: Shard, axis: int
@@ -105,14 +105,14 @@ class _Resizing:
             [digit for digit in a.digits.values.get(key, ()) if (digit[0] < 0) == zigzag]
             for a in (self.old, self.new)
         )
-        found: dict[Placement, int] = {}
+        result: dict[Placement, int] = {}
         if len(before) == len(after):
             for (outer, part, _), (other, rest, _) in zip(before, after, strict=True):
                 if shard_of_digit(old.shape[dim], dim, outer, part, ways) == placed:
-                    made = shard_of_digit(new.shape[dim], dim, other, rest, ways)
-                    if made is not None:
-                        found[made] = min(rest, found.get(made, rest))
-        return sorted(found, key=found.__getitem__)
+                    built = shard_of_digit(new.shape[dim], dim, other, rest, ways)
+                    if built is not None:
+                        result[built] = min(rest, result.get(built, rest))
+        return sorted(result, key=result.__getitem__)
 
     def node(self, key: tuple[str, int], state: OpState) -> OpState:
         """The state of an op."""
@@ -128,14 +128,14 @@ class _Resizing:
             self.states[kind.divided] = {(*s.inputs, *s.outputs): s for s in every}
         states = self.states[kind.divided]
         if all(len(w) == 1 for w in wanted):
-            found = states.get(tuple(w[0] for w in wanted))
+            result = states.get(tuple(w[0] for w in wanted))
         else:
             fits = [
                 (sum(w.index(x) for w, x in zip(wanted, layouts, strict=True)), n, s)
                 for n, (layouts, s) in enumerate(states.items())
                 if all(x in w for w, x in zip(wanted, layouts, strict=True))
             ]
-            found = min(fits)[2] if fits else None
-        if found is None:
+            result = min(fits)[2] if fits else None
+        if result is None:
             raise NotResizableError(f"{node.op} {node.name} does not run so with {kind.ins}")
-        return found
+        return result

@@ -46,7 +46,7 @@ def slots_of(
     ranks: int,
     stages: Mapping[str, frozenset[int]] = NO_STAGES,
 ) -> Slots:
-    """The slots of a model. cluster: the devices of the whole pipeline. ranks: of it. stages: that have
+    """The slots of a model. cluster: the devices of the full pipeline. ranks: of it. stages: that have
     parameters already, by name."""
     if stages:
         priced = _Pricing(folded, options, cluster, recipe, ranks)
@@ -77,10 +77,10 @@ def _filled(
 
 def _with_all(slots: Slots, gaps: Iterable[Gap]) -> Slots | None:
     """With the layers of all gaps; None if those at one of them do not look as these would."""
-    found: Slots | None = slots
+    result: Slots | None = slots
     for gap in gaps:
-        found = None if found is None else found.filled(gap)
-    return found
+        result = None if result is None else result.filled(gap)
+    return result
 
 
 class _Pricing:
@@ -145,14 +145,14 @@ class _Pricing:
     def stages_of(self, stages: Mapping[str, frozenset[int]]) -> tuple[frozenset[int] | None, ...]:
         """Per slot, the stages that have all of its parameters; None if it has none."""
         targets = {p.name: p.target for p in self.folded.joint.ports if p.kind == "param"}
-        found: list[frozenset[int] | None] = [None] * self.count
+        result: list[frozenset[int] | None] = [None] * self.count
         for slot, statement in self._placed():
             for value in self._sources(statement.uses):
                 having = stages.get(targets.get(value, ""))
                 if having is not None:
-                    known = found[slot]
-                    found[slot] = having if known is None else known & having
-        return tuple(found)
+                    known = result[slot]
+                    result[slot] = having if known is None else known & having
+        return tuple(result)
 
     def bytes_of(self, value: str) -> float:
         """Bytes of a value on a rank; the values of alike layers have one type and layout between them."""
@@ -275,10 +275,10 @@ class _Pricing:
     def _send(self, value: str, link: AxisLink) -> float:
         """Seconds to send a value on: whole, or in parts over an axis on which it is replicated."""
         nbytes, placed_value = self.bytes_of(value), self.whole.values[value]
-        whole = float(seconds("send", nbytes, link))
+        full = float(seconds("send", nbytes, link))
         axes = zip(placed_value.layout, self.estimator.links, strict=True)
         inside = (axis for p, axis in axes if p == R and axis.size > 1)
-        return min([whole, *(in_parts(nbytes, link, axis) for axis in inside)])
+        return min([full, *(in_parts(nbytes, link, axis) for axis in inside)])
 
 
 def _unlike(

@@ -9,8 +9,8 @@ from autoshard.cost.collective import AxisLink, link_of, seconds
 
 def pipe_link(cluster: Cluster, inner: Mesh, ranks: int) -> AxisLink:
     """Between neighbouring pipeline ranks, each of which is a whole inner mesh."""
-    whole = Mesh((Axis("pp", ranks), *inner.axes))
-    return link_of(cluster.used_by(whole.world_size), whole, 0)
+    full = Mesh((Axis("pp", ranks), *inner.axes))
+    return link_of(cluster.used_by(full.world_size), full, 0)
 
 
 def in_parts(nbytes: float, link: AxisLink, inside: AxisLink) -> float:

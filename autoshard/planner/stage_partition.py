@@ -39,7 +39,7 @@ _ROUNDING = 1e-9
 class Staging:
     """A pipeline, cut.
 
-    schedule: of the whole step. costs: of its stages. seconds: of its simulated step, collectives of
+    schedule: of the full step. costs: of its stages. seconds: of its simulated step, collectives of
     parameters left out. tried: schedule -> seconds of a step with the best cuts for it, None where nothing
     fits. layers: costs of stages with the same number of layers in each, None where there are too few layers.
     bare: seconds of collectives of parameters that nothing hides, on the rank that holds most.
@@ -65,7 +65,7 @@ class Staging:
 
 
 def scheduled_seconds(placements: Placement, schedule: str) -> tuple[float, float]:
-    """What the search counts in a schedule: seconds of computing and talking in one microbatch of the whole
+    """What the search counts in a schedule: seconds of computing and talking in one microbatch of the full
     model, and of collectives of parameters that nothing hides, in one step on a rank that holds as many of
     them as the others. Nothing hides collectives of activations where backward is split."""
     free = placements.setting

@@ -281,8 +281,8 @@ class Slots:
             behind = self.between(owner[stage], owner[min(stage + 1, len(owner) - 1)])
             key = (id(own), id(behind), sends, stage if self.stages else 0)
             if key not in lines_:
-                made = self._line(own, behind, edges, sends, idle)
-                lines_[key] = replace(made, barred=self._barred(stage, edges))
+                new = self._line(own, behind, edges, sends, idle)
+                lines_[key] = replace(new, barred=self._barred(stage, edges))
             return lines_[key]
 
         ways = (True, False) if self.of else (True,)

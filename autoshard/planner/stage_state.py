@@ -86,17 +86,17 @@ class _Homing:
 
     def __init__(self, homes: StagePlaces, folded: Folded, options: LoweringOptions) -> None:
         self.homes = homes
-        whole = homes.uncut.whole
-        pairs = zip(folded.joint.results, whole.results, strict=True)
+        full = homes.uncut.whole
+        pairs = zip(folded.joint.results, full.results, strict=True)
         self.gradients = {r.target: value for r, value in pairs if r.kind == "grad"}
-        self.results = frozenset(whole.results)
+        self.results = frozenset(full.results)
         self.late = late_ports(folded, options)
         sums = sums_of(homes, folded.joint)
         #: gradient that several ops add to -> (op, its sum) of the first and the last: those between are
         #: mostly in one stage with either
         self.shared = {value: _ends(sums, value) for value in {v for own in sums.of.values() for v in own}}
         self.first: dict[str, int] = {}
-        for place, statement in enumerate(whole.all):
+        for place, statement in enumerate(full.all):
             slot = homes.at[place]
             if slot is not None and not statement.backward:
                 for value in statement.uses:

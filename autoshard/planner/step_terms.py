@@ -32,16 +32,16 @@ def step_terms(
     if source is None:
         return averaged(micro.folded, loss)
     base = _sample(micro) if batch > 1 else None
-    whole = analysis if batch_of(analysis.folded) not in (1, batch) else None
+    full = analysis if batch_of(analysis.folded) not in (1, batch) else None
     try:
-        if whole is None:
-            whole = _captured(source, micro, batch + 1 if batch > 1 else 2, say)
+        if full is None:
+            full = _captured(source, micro, batch + 1 if batch > 1 else 2, say)
         if base is None:
-            base = _sample(whole)
-            whole = _captured(source, micro, base.batch + 1, say)
+            base = _sample(full)
+            full = _captured(source, micro, base.batch + 1, say)
     except AutoshardError as error:
         return averaged(micro.folded, loss, f"the model cannot be captured with another batch ({error.what})")
-    terms = batch_terms(base, _sample(whole), loss)
+    terms = batch_terms(base, _sample(full), loss)
     return terms if batch > 1 else moved(terms, base.folded, micro.folded, loss)
 
 

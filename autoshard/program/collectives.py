@@ -44,14 +44,14 @@ Place = tuple[str, str]
 
 def collectives_of(program: Program) -> dict[Place, Collective]:
     """All collectives by where they stand, in the order of the text: segments first, then the parts."""
-    found: dict[Place, Collective] = {}
+    results: dict[Place, Collective] = {}
     for name, segment in program.lowered.segments.items():
         notes = program.notes.get(name, ())
         for number, node in enumerate(segment.graph.nodes):
             if is_message(node):
                 note = notes[number] if number < len(notes) else None
                 fqn, source = (note.fqn, note.source) if note is not None else ("", "")
-                found.setdefault((name, node.name), _made(len(found), name, node, fqn, source))
+                results.setdefault((name, node.name), _made(len(results), name, node, fqn, source))
     owners: dict[str, list[str]] = {}
     for result in program.signature.results:
         if result.kind == "grad":
@@ -59,10 +59,10 @@ def collectives_of(program: Program) -> dict[Place, Collective]:
     for item in program.lowered.main:
         if isinstance(item, Node) and is_message(item):
             gradients = tuple(target for out in item.outs for target in owners.get(out, ()))
-            made = _made(len(found), "", item, item.origin.fqn, item.origin.source, gradients)
+            new = _made(len(results), "", item, item.origin.fqn, item.origin.source, gradients)
             # every stage, and every slice, may have its own term of one value
-            found.setdefault(("", item.name), made)
-    return found
+            results.setdefault(("", item.name), new)
+    return results
 
 
 def _made(

@@ -16,29 +16,29 @@ def holders_of(program: Program, unused: Mapping[str, tuple[int, ...]] = NONE) -
     """Name of a port -> the stages that use it, or update it. unused: target of a parameter -> the stages
     that have it though none uses it, otherwise stage 0."""
     names = {p.name for p in program.signature.ports}
-    found: dict[str, set[int]] = {name: set() for name in names}
+    results: dict[str, set[int]] = {name: set() for name in names}
     for part in program.lowered.parts:
         for value in ends_of(program.lowered, part).uses:
             if value in names:
-                found[value].add(part.stage)
+                results[value].add(part.stage)
     buffers = {p.target: p.name for p in program.signature.ports if p.kind == "buffer"}
     makers = makers_of(program)
     for result in program.signature.results:
         if result.kind == "buffer":
-            found[buffers[result.target]].update(makers.get(result.value, ()))
+            results[buffers[result.target]].update(makers.get(result.value, ()))
     kept = {p.name: unused.get(p.target, (0,)) for p in program.signature.ports}
-    return {name: tuple(sorted(stages)) or kept[name] for name, stages in found.items()}
+    return {name: tuple(sorted(stages)) or kept[name] for name, stages in results.items()}
 
 
 def makers_of(program: Program) -> dict[str, tuple[int, ...]]:
     """Value of a result -> the stages that make it (or, of gradients shared by stages, a term of it)."""
     results = {r.value for r in program.signature.results}
-    found: dict[str, set[int]] = {}
+    result: dict[str, set[int]] = {}
     for part in program.lowered.parts:
         for value in ends_of(program.lowered, part).makes:
             if value in results:
-                found.setdefault(value, set()).add(part.stage)
-    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+                result.setdefault(value, set()).add(part.stage)
+    return {value: tuple(sorted(stages)) for value, stages in result.items()}
 
 
 def accumulated(program: Program, stage: int) -> tuple[str, ...]:
@@ -46,15 +46,15 @@ def accumulated(program: Program, stage: int) -> tuple[str, ...]:
     lowered = program.lowered
     reduced: set[str] = set()
     taken: tuple[str, ...] = ()
-    made: list[str] = []
+    new: list[str] = []
     for part in lowered.of_stage.get(stage, ()):
         ends = ends_of(lowered, part)
         if part.phase == "reduce":
             taken, reduced = ends.uses, set(ends.makes)
         elif part.phase in ("backward", "weight"):
-            made += ends.makes
+            new += ends.makes
     grads, also = program.signature.gradients, set(taken)
-    return tuple(v for v in dict.fromkeys(made) if v in also or (v in grads and v not in reduced))
+    return tuple(v for v in dict.fromkeys(new) if v in also or (v in grads and v not in reduced))
 
 
 def counted(program: Program, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -63,8 +63,8 @@ def counted(program: Program, stage: int) -> tuple[tuple[str, ...], tuple[str, .
     own = lowered.of_stage.get(stage, ())
     parts = [ends_of(lowered, part) for part in own if part.phase == "count"]
     used = {v for part in own if part.phase != "count" for v in ends_of(lowered, part).uses}
-    made = tuple(v for ends in parts for v in ends.makes if v in used)
-    return made, tuple(v for ends in parts for v in ends.uses) if made else ()
+    new = tuple(v for ends in parts for v in ends.makes if v in used)
+    return new, tuple(v for ends in parts for v in ends.uses) if new else ()
 
 
 def check_holders(program: Program) -> None:

@@ -20,12 +20,12 @@ def hosted_values(lowered: Lowered) -> frozenset[str]:
         name: {out for node in s.graph.nodes if node.op == STORE for out in node.outs}
         for name, s in lowered.segments.items()
     }
-    found: set[str] = set()
+    result: set[str] = set()
     for item in lowered.main:
         if isinstance(item, Call):
-            made = inside[item.segment]
-            outputs = lowered.segments[item.segment].graph.outputs if made else ()
-            found.update(out for out, inner in zip(item.outs, outputs, strict=False) if inner in made)
+            new = inside[item.segment]
+            outputs = lowered.segments[item.segment].graph.outputs if new else ()
+            result.update(out for out, inner in zip(item.outs, outputs, strict=False) if inner in new)
         elif item.op == STORE:
-            found.update(item.outs)
-    return frozenset(found)
+            result.update(item.outs)
+    return frozenset(result)

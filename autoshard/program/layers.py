@@ -26,17 +26,17 @@ def layers_of_stages(program: Program) -> tuple[str, ...]:
     lowered = program.lowered
     count = 1 + max((p.stage for p in lowered.parts), default=0)
     modules = {p.name: p.target.rpartition(".")[0] for p in program.signature.ports if p.kind == "param"}
-    found: list[list[str]] = [[] for _ in range(count)]
+    result: list[list[str]] = [[] for _ in range(count)]
     layers = {i.label for i in lowered.main if isinstance(i, Call)}
     for part in lowered.parts:
         if part.phase != "forward":
             continue
         for item in lowered.of(part):
             if isinstance(item, Call) and not item.label:
-                found[part.stage] += [modules[a] for a in item.args if a in modules]
+                result[part.stage] += [modules[a] for a in item.args if a in modules]
             elif isinstance(item, Call):
-                found[part.stage].append(item.label)
-    own = [list(dict.fromkeys(filter(None, labels))) for labels in found]
+                result[part.stage].append(item.label)
+    own = [list(dict.fromkeys(filter(None, labels))) for labels in result]
     return tuple(
         ", ".join(
             _ranges([_Layer(x, x in layers and any(x in o for o in own if o is not labels)) for x in labels])
@@ -47,16 +47,16 @@ def layers_of_stages(program: Program) -> tuple[str, ...]:
 
 def _ranges(layers: Sequence[_Layer]) -> list[str]:
     """Neighbours whose labels differ by one in their last number, in one word."""
-    found: list[str] = []
+    result: list[str] = []
     at = 0
     while at < len(layers):
         end = at
         while end + 1 < len(layers) and _follows(layers[end], layers[end + 1]):
             end += 1
         last = "" if end == at else f"-{_numbered(layers[end].label)[1]}"
-        found.append(("part of " if layers[at].part else "") + layers[at].label + last)
+        result.append(("part of " if layers[at].part else "") + layers[at].label + last)
         at = end + 1
-    return found
+    return result
 
 
 def _follows(one: _Layer, other: _Layer) -> bool:

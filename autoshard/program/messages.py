@@ -115,12 +115,12 @@ def phases_of(action: Action, schedule: Schedule) -> tuple[Phase, ...]:
 
 def _by_part(wires: tuple[Wire, ...], schedule: Schedule) -> dict[_Part, list[tuple[str, int]]]:
     """Part -> (value, receiving rank) of what leaves it; a rank is sent a value once."""
-    found: dict[_Part, dict[tuple[str, int], None]] = {}
+    result: dict[_Part, dict[tuple[str, int], None]] = {}
     for wire in wires:
         sender, receiver = schedule.owner[wire.source], schedule.owner[wire.target]
         if sender != receiver:
-            found.setdefault((wire.source, wire.phase, wire.slice), {})[wire.value, receiver] = None
-    return {part: list(values) for part, values in found.items()}
+            result.setdefault((wire.source, wire.phase, wire.slice), {})[wire.value, receiver] = None
+    return {part: list(values) for part, values in result.items()}
 
 
 def moves_of(program: Program, forward_only: bool = False) -> tuple[tuple[RankAction, ...], ...]:

@@ -14,7 +14,7 @@ def port_names(ports: Sequence[Port]) -> dict[str, str]:
     Prefixed by kind, so that no name meets one of a value inside main.
     """
     letters = {"param": "p", "buffer": "b", "input": "in", "tangent": "grad", "const": "c"}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     taken: set[str] = set()
     for port in ports:
         base = f"{letters[port.kind]}_{re.sub(r'[^0-9a-zA-Z]+', '_', port.target)}"
@@ -23,5 +23,5 @@ def port_names(ports: Sequence[Port]) -> dict[str, str]:
             k += 1
             name = f"{base}_{k}"
         taken.add(name)
-        found[port.name] = name
-    return found
+        result[port.name] = name
+    return result

@@ -1,4 +1,4 @@
-"""The whole model before placements, stored beside its program so that one can be checked against the other.
+"""The full model before placements, stored beside its program so that one can be checked against the other.
 
 It is written in the same text as a program, on a mesh without axes, and read back by the same parser.
 """
@@ -35,8 +35,8 @@ def original_of(folded: Folded, names: Mapping[str, str], terms: BatchTerms = NO
     first = sum(not c.backward for c in calls)
     parts = (StagePart(0, "forward", 0, first), StagePart(0, "backward", first, len(main)))
     results = tuple(names.get(r.value, r.value) for r in folded.joint.results)
-    made = Lowered(segments, main, values, results, parts)
-    return scale_terms(made, replace(terms, tangent=names.get(terms.tangent, "")), axes=0)
+    new = Lowered(segments, main, values, results, parts)
+    return scale_terms(new, replace(terms, tangent=names.get(terms.tangent, "")), axes=0)
 
 
 def folded_of(original: Lowered, signature: Signature) -> Folded:
@@ -85,8 +85,8 @@ def parse_original(
         raise VerificationError(
             "original.py and program.py have different inputs", hint="compile the program again"
         )
-    made = {p.name for p in ports} | {o for i in lowered.main for o in i.outs}
-    if len(results) != len(signature.results) or not made.issuperset(results):
+    new = {p.name for p in ports} | {o for i in lowered.main for o in i.outs}
+    if len(results) != len(signature.results) or not new.issuperset(results):
         raise VerificationError(
             "original.py does not make the results that the manifest names", hint="compile the program again"
         )

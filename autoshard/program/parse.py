@@ -177,15 +177,15 @@ class _Reader:
             if isinstance(statement, ast.Return):
                 outputs = self.returned(statement, known)
                 continue
-            made = self.statement(statement, declared, known, backward)
-            if made is None:
+            new = self.statement(statement, declared, known, backward)
+            if new is None:
                 continue
-            for out, type_ in zip(made.outs, made.types, strict=True):
+            for out, type_ in zip(new.outs, new.types, strict=True):
                 _new(out, known, statement)
                 known.add(out)
                 if type_ is not None:
                     layouts[out] = declared[out].layout
-            nodes.append(made)
+            nodes.append(new)
         if outputs is None:
             _fail("a segment without return", fn)
         return LoweredSegment(Graph(fn.name, tuple(inputs), tuple(nodes), outputs), layouts, {})
@@ -222,10 +222,10 @@ class _Reader:
             (k.arg or _fail("** is not allowed", node), self.arg(k.value, known)) for k in value.keywords
         )
         types = tuple(declared[o].type if o in declared else None for o in outs)
-        made = Node(op, args, kwargs, tuple(outs), types, Origin(), backward)
+        new = Node(op, args, kwargs, tuple(outs), types, Origin(), backward)
         if op == TILES:
-            self.tiles(made, node)
-        return made
+            self.tiles(new, node)
+        return new
 
     def tiles(self, made: Node, node: ast.stmt) -> None:
         """Check the body of an op that runs in tiles, which stands among its arguments."""
@@ -300,20 +300,20 @@ def parse_program(
             values[port.name] = placed
         else:
             _fail("only segments and inputs may stand at the top", item)
-    found = {name: _part_of(name) for name in functions}
-    named = [(functions[name], part) for name, part in found.items() if part is not None]
+    result = {name: _part_of(name) for name in functions}
+    named = [(functions[name], part) for name, part in result.items() if part is not None]
     if not any(part.phase == "forward" for _, part in named):
         _fail("forward is missing")
     backward_segments = {n for fn, part in named if part.phase not in _BEFORE for n in _called(fn)}
-    bodies = {name: fn for name, fn in functions.items() if found[name] is None}
+    bodies = {name: fn for name, fn in functions.items() if result[name] is None}
     segments = {n: reader.segment(f, n in backward_segments) for n, f in bodies.items()}
     main: list[Instruction] = []
     parts: list[StagePart] = []
     returns: dict[StagePart, tuple[str, ...]] = {}
-    made: dict[int, set[str]] = {}
+    new: dict[int, set[str]] = {}
     back: dict[int, set[str]] = {}
     for fn, part in named:
-        own = made.setdefault(part.stage, {p.name for p in ports})
+        own = new.setdefault(part.stage, {p.name for p in ports})
         if part.phase == "backward":
             # every slice may add to the same gradient, under its name
             own = own.copy()

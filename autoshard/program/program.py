@@ -94,8 +94,8 @@ class Program:
     original: the model before placements (`autoshard.program.original`), None if it was not kept; and where
     each of its nodes comes from. microbatches: how often a step runs the program, each time on another part
     of the batch; its shapes are those of one microbatch of all ranks together.
-    sums: outputs, by position, of which the whole batch's is the sum over microbatches. alone: what is
-    computed for every microbatch by itself, where the whole batch would give something else. classes: port
+    sums: outputs, by position, of which the full batch's is the sum over microbatches. alone: what is
+    computed for every microbatch by itself, where the full batch would give something else. classes: port
     name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
     for a program whose folder does not say.
     offload: what lives in host memory. state: of the captured model. codegen, cuda_graphs: how its ops run
@@ -136,7 +136,7 @@ class Program:
         return str(json.loads(self.plan).get("products", "")) if self.plan else ""
 
     @property
-    def whole_mesh(self) -> str:
+    def full_mesh(self) -> str:
         """The mesh of all ranks, with its pp axis: ``pp=4,dp=2,tp=2``."""
         if self.stages is None:
             return self.mesh

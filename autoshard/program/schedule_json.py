@@ -30,9 +30,9 @@ class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def schedule_to_json(stages: PipelineStages) -> str:
     """The same schedule gives the same text."""
-    made = stages.schedule
-    actions = [" ".join(map(str, row)) for row in made.actions]
-    file = _ScheduleFile(made.name, made.microbatches, made.slices, stages.position, made.owner, actions)
+    new = stages.schedule
+    actions = [" ".join(map(str, row)) for row in new.actions]
+    file = _ScheduleFile(new.name, new.microbatches, new.slices, stages.position, new.owner, actions)
     return json.dumps(msgspec.to_builtins(file), indent=1) + "\n"
 
 

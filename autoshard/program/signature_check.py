@@ -81,17 +81,17 @@ def _check_node(node: Mapping[str, Any]) -> None:
     if kind == records.NAME:
         records.check_record(context, node["children_spec"])
     if kind == "collections.defaultdict":
-        made = (context["default_factory_module"], context["default_factory_name"])
-        if made[0] != "builtins" or made[1] not in _DEFAULTS:
-            _fail(f"a defaultdict whose default is {made[0]}.{made[1]}")
+        new = (context["default_factory_module"], context["default_factory_name"])
+        if new[0] != "builtins" or new[1] not in _DEFAULTS:
+            _fail(f"a defaultdict whose default is {new[0]}.{new[1]}")
     if isinstance(context, str):
         try:
             context = json.loads(context)
         except ValueError:
             return  # the name of a class, which torch only looks up among those that are registered
-    for found in _dicts(context):
-        if "__enum__" in found:
-            _check_enum(str(found["fqn"]))
+    for result in _dicts(context):
+        if "__enum__" in result:
+            _check_enum(str(result["fqn"]))
 
 
 def _dicts(value: object) -> Iterator[Mapping[str, Any]]:
@@ -108,10 +108,10 @@ def _dicts(value: object) -> Iterator[Mapping[str, Any]]:
 def _check_enum(name: str) -> None:
     """An enum may be named if it is there already: nothing is imported for a program."""
     module, _, path = name.partition(":")
-    found: object = sys.modules.get(module)
+    result: object = sys.modules.get(module)
     for word in path.split("."):
-        found = vars(found).get(word) if found is not None and hasattr(found, "__dict__") else None
-    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        result = vars(result).get(word) if result is not None and hasattr(result, "__dict__") else None
+    if not (isinstance(result, type) and issubclass(result, enum.Enum)):
         _fail(
             f"{name!r}, which is no enum that is loaded", "import the module that defines it before loading"
         )

@@ -84,10 +84,10 @@ def save_program(
     """
     target = Path(folder)
     check_target(target, overwrite=overwrite)
-    with replaced_whole(target) as staging:
+    with replaced_full(target) as staging:
         _write(program, staging)
         for other in also:
-            inner = staging / _ranks_folder(Mesh.parse(other.whole_mesh).world_size)
+            inner = staging / _ranks_folder(Mesh.parse(other.full_mesh).world_size)
             inner.mkdir()
             _write(other, inner)
     return target
@@ -104,7 +104,7 @@ def _ranks_folder(ranks: int) -> str:
 
 
 @contextmanager
-def replaced_whole(target: Path) -> Iterator[Path]:
+def replaced_full(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of ``target`` at the end or, on any error, vanishes."""
     staging = staging_folder(target)
     try:
@@ -289,19 +289,19 @@ def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_re
     except VerificationError as error:
         raise _of_version(error, raw) from None
     except _DAMAGE as error:
-        made = VerificationError(
+        new = VerificationError(
             f"{root} is not a whole program folder", why=f"{type(error).__name__}: {error}", hint=RECOMPILE
         )
-        raise _of_version(made, raw) from None
+        raise _of_version(new, raw) from None
 
 
 def _of_version(error: VerificationError, manifest: object) -> VerificationError:
     """The error, with the version that compiled the program if that is another one."""
-    found = manifest.get("autoshard") if isinstance(manifest, dict) else None
-    if not isinstance(found, str) or found == __version__ or found in error.why:
+    result = manifest.get("autoshard") if isinstance(manifest, dict) else None
+    if not isinstance(result, str) or result == __version__ or result in error.why:
         return error
     why = f"{error.why}; " if error.why else ""
-    why += f"the program was compiled by autoshard {found[:40]}, this is {__version__}"
+    why += f"the program was compiled by autoshard {result[:40]}, this is {__version__}"
     return VerificationError(error.what, where=error.where, why=why, hint=error.hint)
 
 
@@ -385,8 +385,8 @@ def _stages_in(text: str | None, lowered: Lowered, microbatches: int, mesh: str)
     if stages.schedule.ranks * check_mesh(mesh, "mesh").world_size > MAX_RANKS:
         fail("mesh", f"with its {stages.schedule.ranks} stages more than {MAX_RANKS} ranks")
     slices = 1 + max(p.slice for p in lowered.parts)
-    made = (stages.schedule.stages, stages.schedule.microbatches, stages.schedule.slices)
-    if made != (count, microbatches, slices):
+    new = (stages.schedule.stages, stages.schedule.microbatches, stages.schedule.slices)
+    if new != (count, microbatches, slices):
         raise VerificationError("the schedule is for other stages than the program's", hint=RECOMPILE)
     split = any(p.phase == "weight" for p in lowered.parts)
     if stages.schedule.splits_backward != split:
@@ -423,9 +423,9 @@ def _text(path: Path) -> str:
 
     Raises FileNotFoundError, UnicodeDecodeError.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
-        what = "is no plain file" if not stat.S_ISREG(found.st_mode) else f"has {found.st_size} bytes"
+    result = path.stat()
+    if not stat.S_ISREG(result.st_mode) or result.st_size > _LARGEST:
+        what = "is no plain file" if not stat.S_ISREG(result.st_mode) else f"has {result.st_size} bytes"
         raise VerificationError(f"{path} {what}", hint=RECOMPILE)
     return path.read_text(encoding="utf-8")
 
@@ -438,8 +438,8 @@ def _signature_in(stored: StoredSignature, ports: tuple[Port, ...]) -> Signature
 def _check_returns(signature: Signature, lowered: Lowered, returns: dict[StagePart, tuple[str, ...]]) -> None:
     """The manifest and the text must agree on what the program's results are."""
     results = {r.value for r in signature.results}
-    made = {p.name for p in signature.ports} | {o for i in lowered.main for o in i.outs}
-    if not results <= made or returns_of(lowered, results) != returns:
+    new = {p.name for p in signature.ports} | {o for i in lowered.main for o in i.outs}
+    if not results <= new or returns_of(lowered, results) != returns:
         raise VerificationError("the manifest does not fit what the program returns", hint=RECOMPILE)
 
 

@@ -43,7 +43,7 @@ class Size:
     offset: int = 0
 
     def at(self, sizes: Sequence[int]) -> int:
-        """Its value. Raises NotAlikeError where it is no whole number."""
+        """Its value. Raises NotAlikeError where it is no integer."""
         value = self.factor * prod(sizes[k] for k in self.of) + self.offset
         if value.denominator != 1:
             raise NotAlikeError(f"{self} is {value}")
@@ -88,15 +88,15 @@ class ProgramTemplate:
 
     def sizes_of(self, shapes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
         """The varying sizes of arguments, by position; None where two dims of one size differ."""
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for (position, dim), size in self.dims.items():
             value = shapes[position][dim]
-            if found.setdefault(size, value) != value:
+            if result.setdefault(size, value) != value:
                 return None
-        return tuple(found[k] for k in range(len(found)))
+        return tuple(result[k] for k in range(len(result)))
 
     def at(self, sizes: Sequence[int]) -> Program:
-        """The program of these sizes. Raises NotAlikeError where a formula gives no whole number."""
+        """The program of these sizes. Raises NotAlikeError where a formula gives no integer."""
         program: Program = _at(self.program, sizes)
         return program
 

@@ -164,8 +164,8 @@ def _wire_notes(part: StagePart, wires: Sequence[Wire]) -> list[str]:
             received.setdefault(wire.source, []).append(wire.value)
         if (wire.source, wire.phase, wire.slice) == (part.stage, part.phase, part.slice):
             sent.setdefault(wire.target, []).append(wire.value)
-    found = [f"from stage {stage}: {', '.join(values)}" for stage, values in received.items()]
-    return found + [f"to stage {stage}: {', '.join(values)}" for stage, values in sent.items()]
+    result = [f"from stage {stage}: {', '.join(values)}" for stage, values in received.items()]
+    return result + [f"to stage {stage}: {', '.join(values)}" for stage, values in sent.items()]
 
 
 def instruction_lines(
@@ -181,7 +181,7 @@ def instruction_lines(
 
 
 def program_text(program: Program) -> str:
-    """The whole program as text."""
+    """The full program as text."""
     names = axis_names(program.mesh)
     counts = _counts(program.lowered)
     notes = numbered_notes(program)

@@ -94,7 +94,7 @@ def diff_of(a: Side, b: Side) -> Diff:
         agreeing += more
     return Diff(
         (a.name, b.name),
-        (a.program.whole_mesh, b.program.whole_mesh),
+        (a.program.full_mesh, b.program.full_mesh),
         (a.cluster.name, b.cluster.name),
         (a.program.target, b.program.target),
         same_model,
@@ -158,9 +158,9 @@ def _payloads(a: _Side, b: _Side) -> Iterator[Figure]:
 
 
 def _model_wide(a: _Side, b: _Side) -> Iterator[Decided]:
-    """Decisions about the whole model."""
+    """Decisions about the full model."""
     for what, of in (
-        ("mesh", lambda s: s.program.whole_mesh),
+        ("mesh", lambda s: s.program.full_mesh),
         ("microbatches", lambda s: f"{s.program.microbatches} of {s.plan.batch}"),
         ("recompute", _recompute),
         ("chunks of experts' tokens", lambda s: str(s.plan.expert_chunks)),

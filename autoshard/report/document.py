@@ -40,12 +40,12 @@ def document(program: Program, cluster: Cluster) -> dict[str, Any]:
     segments = list(segments_of(program, pricer, decisions))
     lines, passes = _passes(program)
     rate = rates(program, estimate)
-    mesh = Mesh.parse(program.whole_mesh)
+    mesh = Mesh.parse(program.full_mesh)
     return {
         "version": VERSION,
         "autoshard": __version__,
         "title": program.target or "program",
-        "mesh": program.whole_mesh,
+        "mesh": program.full_mesh,
         "axes": [{"name": a.name, "size": a.size, "meaning": str(a.meaning)} for a in mesh.axes],
         "ranks": mesh.world_size,
         "cluster": cluster.name,

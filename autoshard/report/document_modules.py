@@ -17,7 +17,7 @@ def module_rows(segments: Sequence[Segment], parameters: Iterable[str]) -> list[
     """The tree of modules, parents before children, in the order in which the forward meets them.
 
     path: with ``*`` for the number of a layer; layers: how many of them. Costs are of all layers and stages
-    in a step, forward and backward, with everything inside; "" is the whole model.
+    in a step, forward and backward, with everything inside; "" is the full model.
     """
     rows: dict[str, dict[str, Any]] = {"": _row("", 1)}
     layers: dict[str, set[str]] = {}

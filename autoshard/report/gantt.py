@@ -155,8 +155,8 @@ def _columns(timeline: Timeline, most: int) -> tuple[int, float]:
         return 0, 0.0
     lengths = [s.end - s.start for row in timeline.spans for s in row if s.end > s.start]
     shortest = min(lengths, default=timeline.makespan)
-    whole = int(most * shortest / timeline.makespan + 1e-9)
-    scale = whole / shortest if whole else most / timeline.makespan
+    full = int(most * shortest / timeline.makespan + 1e-9)
+    scale = full / shortest if full else most / timeline.makespan
     return min(most, round(timeline.makespan * scale)), scale
 
 

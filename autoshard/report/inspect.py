@@ -75,7 +75,7 @@ def _shown(program: Program, view: InspectView) -> _Shown:
 
 def _place(program: Program, rank: int) -> tuple[int, tuple[int, ...]]:
     """A rank's place among those of its stages, and these stages."""
-    coords = list(Mesh.parse(program.whole_mesh).coords(rank))
+    coords = list(Mesh.parse(program.full_mesh).coords(rank))
     if program.stages is None:
         return rank, (0,)
     pipe_rank = coords.pop(program.stages.position)
@@ -149,7 +149,7 @@ def _of_stages(program: Program, stages: Sequence[int], lines: Sequence[str]) ->
 
 
 def _head(program: Program, estimator: Estimator, view: InspectView) -> list[str]:
-    mesh = Mesh.parse(program.whole_mesh)
+    mesh = Mesh.parse(program.full_mesh)
     if view.rank is None:
         shapes = "GLOBAL shapes"
         who = f"all {mesh.world_size} ranks; costs are those of the rank with the largest shards"
@@ -160,7 +160,7 @@ def _head(program: Program, estimator: Estimator, view: InspectView) -> list[str
         parameters = _held_by(program, estimator, view.rank).parameters
         who = f"rank {view.rank} of {mesh.world_size} at {coordinates} | parameters {bytes_text(parameters)}"
     return [
-        f"# autoshard | program | mesh {program.whole_mesh} | {shapes} | "
+        f"# autoshard | program | mesh {program.full_mesh} | {shapes} | "
         f"cost model of {estimator.cluster.name}",
         f"# {who}",
         "# R Replicate, S(d) Shard along dim d, P Partial (pending reduction)",
@@ -172,7 +172,7 @@ def _held_by(program: Program, estimator: Estimator, rank: int) -> ResidentBytes
     """What one of all ranks holds."""
     if program.stages is None:
         return estimator.held()
-    pipe_rank = Mesh.parse(program.whole_mesh).coords(rank)[program.stages.position]
+    pipe_rank = Mesh.parse(program.full_mesh).coords(rank)[program.stages.position]
     return estimator.pipeline.ranks[pipe_rank].held
 
 
@@ -307,7 +307,7 @@ def as_json(program: Program, cluster: Cluster, view: InspectView) -> dict[str, 
     resident = estimator.held() if view.rank is None else _held_by(program, estimator, view.rank)
     step = estimator.step()
     document: dict[str, Any] = {
-        "mesh": program.whole_mesh,
+        "mesh": program.full_mesh,
         "cluster": cluster.name,
         "rank": view.rank,
         "shapes": "global" if view.rank is None else "local",
@@ -353,12 +353,12 @@ def _segment_json(program: Program, shown: Program, estimator: Estimator, name: 
                 ],
                 "op": node.op,
                 "inputs": list(refs_of(node)),
-                "seconds": estimator.node(whole, values).seconds,
+                "seconds": estimator.node(full, values).seconds,
                 "is_collective": is_message(node),
                 "module": note.fqn,
                 "source": note.source,
                 "why": note.why,
             }
-            for node, whole, note in rows
+            for node, full, note in rows
         ],
     }

@@ -58,17 +58,17 @@ def routed_steps(
     routing.
     """
     experts = _experts_of(program)
-    found = [RoutedStep("even", 1.0, even.seconds, even.fullest.peak)]
+    result = [RoutedStep("even", 1.0, even.seconds, even.fullest.peak)]
     for word in words:
         routing = _routing(word, experts)
-        found.append(_step(program, cluster, experts, word, routing))
+        result.append(_step(program, cluster, experts, word, routing))
         if routing.ordered and routing.layers:
             orders = tuple(placed_by_load(counts, experts.ways, moves) for counts in routing.layers)
             pairs = zip(routing.layers, orders, strict=True)
             placed = replace(routing, layers=tuple(tuple(c[e] for e in order) for c, order in pairs))
             step = _step(program, cluster, experts, f"{word}, experts placed by load", placed)
-            found.append(replace(step, order=orders, moved=sum(_moved(o, experts) for o in orders)))
-    return found
+            result.append(replace(step, order=orders, moved=sum(_moved(o, experts) for o in orders)))
+    return result
 
 
 def _moved(order: Sequence[int], experts: _Experts) -> int:

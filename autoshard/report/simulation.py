@@ -53,7 +53,7 @@ def items_of(program: Program) -> tuple[str, int]:
 
 def rates(program: Program, estimate: StepEstimate) -> Rates:
     what, items = items_of(program)
-    world = Mesh.parse(program.whole_mesh).world_size
+    world = Mesh.parse(program.full_mesh).world_size
     return Rates(what, items, items / estimate.seconds if estimate.seconds else 0.0, world)
 
 
@@ -128,7 +128,7 @@ def as_json(
     """The whole simulation as one document; seconds, bytes, FLOP."""
     row = estimate.fullest
     return {
-        "mesh": program.whole_mesh,
+        "mesh": program.full_mesh,
         "cluster": cluster.name,
         "devices": rate.devices,
         "microbatches": program.microbatches,

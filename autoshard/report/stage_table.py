@@ -15,7 +15,7 @@ RIGHT = (0, 1, 3, 4, 5, 6, 7)
 
 
 def stage_rows(estimate: StepEstimate) -> list[tuple[str, ...]]:
-    """The cells of every stage; saved: bytes per microbatch in flight, peak: of the whole rank."""
+    """The cells of every stage; saved: bytes per microbatch in flight, peak: of the full rank."""
     return [
         (
             str(row.stage),

@@ -31,7 +31,7 @@ class Decision:
     """One choice, for reading.
 
     count: how many ops or parameters it holds for. alternative: the next best choice, "" if there is none.
-    margin: seconds that the whole step would lose with it.
+    margin: seconds that the full step would lose with it.
     """
 
     what: str
@@ -166,7 +166,7 @@ class PeakRow:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
+    """A plan in figures. Bytes are those of the fullest rank; totals are of the full model.
 
     budget_bytes: None without a limit. dual_bound, gap: over all configurations, the gap that of the
     seconds, with stages as they are cut; configuration_bound, configuration_gap: of the chosen mesh and

@@ -178,7 +178,7 @@ def changes(base: Planned, forced: Planned) -> Iterator[Changed]:
 
 
 def _plain(a: PlanSummary, b: PlanSummary) -> Iterator[Changed]:
-    """What is decided for the whole model."""
+    """What is decided for the full model."""
 
     def recompute(summary: PlanSummary) -> str:
         rows = [f"{r.policy} for {r.calls} of {r.total_calls} {r.segment}" for r in summary.recompute]

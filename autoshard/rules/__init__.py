@@ -18,7 +18,7 @@ order; a type has ``shape`` and ``dtype``. It gives a `Factored`, most easily ma
 * `einsum`: one word per dim (``.`` for a dim that is broadcast), no word for a tensor without dims; what
   the output lacks is summed over shards (``reduce``) unless it is ``fixed``;
 * `broadcast`: elementwise; ``fixed_dims`` stay whole;
-* `opaque`: only whole tensors.
+* `opaque`: only full tensors.
 
 ``linear`` groups inputs in which the op is linear: pending sums may pass through. An op whose arguments
 name sizes that are smaller on a shard needs ``local``, see `Factored`. The op's gradient is an op too and

@@ -22,7 +22,7 @@ _CAPPED = 2.0
 
 
 def numbers_documents(mask: TensorType) -> bool:
-    """Whether a mask of keys is of whole numbers, those of the documents in a sequence."""
+    """Whether a mask of keys is of integers, those of the documents in a sequence."""
     return mask.dtype[0] in "iu"
 
 

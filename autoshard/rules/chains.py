@@ -27,8 +27,8 @@ class InKernel(NamedTuple):
 
     def among(self, values: Sequence[str]) -> tuple[bool, ...]:
         """Which of its values an op does not move, () if none."""
-        found = tuple([value in self.unmoved for value in values])
-        return found if any(found) else ()
+        result = tuple([value in self.unmoved for value in values])
+        return result if any(result) else ()
 
 
 #: an op that is a kernel
@@ -105,20 +105,20 @@ class _Fusing:
 
     def _stages(self) -> dict[int, int]:
         ready: dict[str, int] = {}
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for number, node in enumerate(self.nodes):
             if node.op in VIEWS:
                 continue
             stage = max((ready.get(name, 0) for name in self.taken[number]), default=0)
             if node.op in CHAINED:
-                found[number] = stage
+                result[number] = stage
             ready.update(dict.fromkeys(node.outs, stage + (node.op not in CHAINED)))
-        for number in reversed(found):
+        for number in reversed(result):
             outs = self.nodes[number].outs
             users = [user for out in outs for user in self.users.get(out, ())]
-            if users and self.out.isdisjoint(outs) and all(user in found for user in users):
-                found[number] = min(found[user] for user in users)
-        return found
+            if users and self.out.isdisjoint(outs) and all(user in result for user in users):
+                result[number] = min(result[user] for user in users)
+        return result
 
     def chains(self) -> FusedKernels:
         inside = {name for name in self.makers if self._is_inside(name)}

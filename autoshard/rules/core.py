@@ -51,7 +51,7 @@ class Factored:
     linear: groups of inputs; when all of one group are partial sums and the other inputs are
         replicated, every output is a partial sum.
     kind: how the call is priced; ``view`` costs nothing.
-    flops: FLOP of the whole call, 0 if it is bound by memory.
+    flops: FLOP of the full call, 0 if it is bound by memory.
     local: how the call is rewritten to run on shards; None: as it stands.
     contiguous: factors that may only be split into contiguous ranges, since the call on a shard is
         told its offset.
@@ -116,15 +116,15 @@ class Factored:
     def shardable(self) -> tuple[int, ...]:
         """Factors that may be split over an axis."""
         reduced = {f for f, _ in self.reduce}
-        found = []
+        result = []
         for factor, size in enumerate(self.sizes):
             if size < 2 or factor in self.fixed:
                 continue
             missing = any(d is not None and not _has(d, factor) for d in self.outputs)
             if missing and factor not in reduced:
                 continue
-            found.append(factor)
-        return tuple(found)
+            result.append(factor)
+        return tuple(result)
 
     def without_units(self) -> Factored:
         """The same call without factors of a single element, as rules lay out tensors of such sizes."""
@@ -326,7 +326,7 @@ def opaque_rule(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def opaque(ins: Sequence[TensorType], outs: Sequence[TensorType | None]) -> Factored:
-    """A call that must see whole tensors: replicated on every axis."""
+    """A call that must see full tensors: replicated on every axis."""
     build = Builder()
     inputs = tuple(build.dims(t.shape) for t in ins)
     outputs = tuple(None if t is None else build.dims(t.shape) for t in outs)

@@ -237,7 +237,7 @@ def put_columns(node: Node, ins: Sequence[TensorType]) -> Factored:
 def histc(node: Node, ins: Sequence[TensorType]) -> Factored:
     """How many elements fall into each of ``bins`` equal ranges -> [bins]: counts of parts add up.
 
-    Without bounds of its own, the ranges depend on the smallest and largest element of the whole tensor.
+    Without bounds of its own, the ranges depend on the smallest and largest element of the full tensor.
     """
     if node.arg(2, "min", 0) >= node.arg(3, "max", 0):
         return opaque(ins, node.types)

@@ -2,7 +2,7 @@
 
 A *digit* of a dim is a part of it: (elements above, own elements). A dim of a flattened
 ``[batch*seq]`` has the digits batch (1, B) and seq (B, S) besides the whole. Digits are found by
-following factors through the whole graph to a fixpoint; digits connected by a factor are one
+following factors through the full graph to a fixpoint; digits connected by a factor are one
 *class*: the batch everywhere, the heads everywhere. An axis that may only split the batch (dp) is
 then a filter on classes, not on ops.
 """
@@ -99,21 +99,21 @@ class _Analysis:
     def visit(self, segment: str, number: int, node: Node) -> None:
         rule = self.rules[segment, number]
         tensors = _tensors(node, rule)
-        found: list[dict[Part, None]] = [{(1, n): None} for n in rule.sizes]
+        result: list[dict[Part, None]] = [{(1, n): None} for n in rule.sizes]
         for factor in rule.zigzag:
             if rule.sizes[factor] % 2 == 0:
-                found[factor][-2, rule.sizes[factor] // 2] = None
+                result[factor][-2, rule.sizes[factor] // 2] = None
         for value, dims in tensors:
             for dim, factors in enumerate(dims):
                 for part in self.parts.get((segment, value, dim), ()):
                     hit = _into_factor(part, factors, rule.sizes)
                     if hit is not None:
-                        found[hit[0]].setdefault(hit[1])
+                        result[hit[0]].setdefault(hit[1])
         for value, dims in tensors:
             for dim, factors in enumerate(dims):
                 above = 1
                 for factor in factors:
-                    for outer, size in found[factor]:
+                    for outer, size in result[factor]:
                         if size > 1 and above:  # of a dim that has elements
                             self.add(segment, value, dim, (above * outer, size))
                     above *= rule.sizes[factor]
@@ -199,16 +199,16 @@ def _table(work: _Analysis) -> DigitTable:
     }
     factors_of: dict[tuple[str, int], tuple[tuple[Digit, ...], ...]] = {}
     for (segment, number), rule in work.rules.items():
-        found: list[dict[Part, int]] = [{} for _ in rule.sizes]
+        result: list[dict[Part, int]] = [{} for _ in rule.sizes]
         node = work.folded.segments[segment].nodes[number]
         for value, dims in _tensors(node, rule):
             for dim, inside in enumerate(dims):
                 for part in work.parts.get((segment, value, dim), ()):
                     hit = _into_factor(part, inside, rule.sizes)
                     if hit is not None and hit[1][1] > 1:
-                        found[hit[0]][hit[1]] = number_of((segment, number, "factor", *hit))
+                        result[hit[0]][hit[1]] = number_of((segment, number, "factor", *hit))
         factors_of[segment, number] = tuple(
-            tuple((outer, size, cls) for (outer, size), cls in sorted(f.items())) for f in found
+            tuple((outer, size, cls) for (outer, size), cls in sorted(f.items())) for f in result
         )
     batch = set()
     for key, group in work.flow.classes.items():
@@ -227,13 +227,13 @@ def _table(work: _Analysis) -> DigitTable:
             experts.update(cls for _, _, cls in factors_of[place][owners])
         if rule.kernel == "attention":
             heads.update(cls for factor in rule.inputs[0][1] for _, _, cls in factors_of[place][factor])
-    whole = frozenset(causal if zigzag else ())
+    full = frozenset(causal if zigzag else ())
     return DigitTable(
         values,
         factors_of,
         frozenset(batch),
         frozenset(zigzag),
-        whole,
+        full,
         frozenset(heads - batch),
         frozenset(experts),
     )

@@ -73,7 +73,7 @@ def nll(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def nll_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """Gradient of the log-probabilities; the total weight is that of the whole batch."""
+    """Gradient of the log-probabilities; the total weight is that of the full batch."""
     scores, rows, classes = _classes(ins[1])
     grad = rows if node.args[4] == NONE else ()
     inputs = of_tensors(node, {0: grad, 1: scores, 2: rows, 3: (classes,), 6: ()})

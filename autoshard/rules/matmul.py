@@ -92,26 +92,26 @@ def convolution(node: Node, ins: Sequence[TensorType]) -> Factored:
     assert out is not None
     build = Builder()
     batch, channels = build.new(ins[0].shape[0]), build.new(ins[0].shape[1])
-    made = build.new(out.shape[1])
+    new = build.new(out.shape[1])
     space = build.dims(ins[0].shape[2:])
     after = build.dims(out.shape[2:])
     weight_in = build.new(ins[1].shape[1])
     kernel = build.dims(ins[1].shape[2:])
-    laid = [(batch, channels, *space), (made, weight_in, *kernel), (made,)]
+    laid = [(batch, channels, *space), (new, weight_in, *kernel), (new,)]
     groups = node.args[8]
     transposed = node.args[6]
     fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
     if groups > 1 or transposed:
-        fixed.update(made)
+        fixed.update(new)
     if transposed:
-        laid = [(batch, channels, *space), tuple(build.dims(ins[1].shape)), (made,)]
+        laid = [(batch, channels, *space), tuple(build.dims(ins[1].shape)), (new,)]
         fixed.update(range(len(build.sizes)))
         fixed.difference_update(batch)
     flops = 2.0 * out.numel * prod(ins[1].shape[1:])
     return Factored(
         tuple(build.sizes),
         tuple(laid[: len(ins)]),
-        ((batch, made, *after),),
+        ((batch, new, *after),),
         frozenset(fixed),
         kind="matmul",
         flops=flops,
@@ -123,29 +123,29 @@ def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     grad, image, weight = ins
     build = Builder()
     batch, channels = build.new(image.shape[0]), build.new(image.shape[1])
-    made = build.new(grad.shape[1])
+    new = build.new(grad.shape[1])
     space, after = build.dims(image.shape[2:]), build.dims(grad.shape[2:])
     weight_in = build.new(weight.shape[1])
     kernel = build.dims(weight.shape[2:])
     transposed, groups = node.args[7], node.args[9]
     fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
-    weight_dims: tuple[Dim, ...] = (made, weight_in, *kernel)
+    weight_dims: tuple[Dim, ...] = (new, weight_in, *kernel)
     if transposed:
         weight_dims = build.dims(weight.shape)
         fixed.update(range(len(build.sizes)))
         fixed.difference_update(batch)
     if groups > 1 or transposed:
-        fixed.update(made)
-    outs = ((batch, channels, *space), weight_dims, (made,))
+        fixed.update(new)
+    outs = ((batch, channels, *space), weight_dims, (new,))
     laid = tuple(d if t is not None else None for d, t in zip(outs, node.types, strict=True))
     reduce = [(f, "sum") for f in batch]
     if groups == 1 and not transposed:
-        reduce += [(f, "sum") for f in made]
+        reduce += [(f, "sum") for f in new]
     # of the input gradient and the weight gradient, those that are made
     products = sum(t is not None for t in node.types[:2])
     return Factored(
         tuple(build.sizes),
-        ((batch, made, *after), (batch, channels, *space), weight_dims),
+        ((batch, new, *after), (batch, channels, *space), weight_dims),
         laid,
         frozenset(fixed),
         tuple(reduce),
@@ -185,10 +185,10 @@ def _grouped(ins: Sequence[TensorType], outs: Sequence[TensorType | None], word:
     fixed: set[int] = set()
 
     def words(size: int) -> Dim:
-        whole = build.new(size // word) if size % word == 0 else ()
+        full = build.new(size // word) if size % word == 0 else ()
         rest = build.new(word if size % word == 0 else size)
         fixed.update(rest)
-        return (*whole, *rest)
+        return (*full, *rest)
 
     m, k, n = (words(size) for size in (left.shape[-2], left.shape[-1], right.shape[-1]))
     experts = [t.shape[0] for t in (*ins[:2], *outs) if t is not None and len(t.shape) == 3]

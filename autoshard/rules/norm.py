@@ -45,7 +45,7 @@ def _image_in_groups(shape: Sequence[int], groups: int) -> tuple[Builder, Dims, 
 
 
 def group_norm(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """(out, mean, rstd) of input [n, c, ...], optional weight and bias [c]; whole groups may be split."""
+    """(out, mean, rstd) of input [n, c, ...], optional weight and bias [c]; full groups may be split."""
     build, image, stats, own, fixed = _image_in_groups(ins[0].shape, node.args[6])
     inputs = of_tensors(node, {0: image, 1: own, 2: own})
     outs = (image, stats, stats)

@@ -108,11 +108,11 @@ def _halved(node: Node, x: TensorType, half: TensorType | None, raw: int, *, bac
     build = Builder()
     after = build.dims(half.shape)
     two = build.new(2)
-    whole = (*after[:dim], (*two, *after[dim]), *after[dim + 1 :])
+    full = (*after[:dim], (*two, *after[dim]), *after[dim + 1 :])
     sizes, fixed = tuple(build.sizes), frozenset(two)
     if backward:
-        return Factored(sizes, (after, whole), (whole,), fixed, linear=((0,),))
-    return Factored(sizes, (whole,), (after,), fixed)
+        return Factored(sizes, (after, full), (full,), fixed, linear=((0,),))
+    return Factored(sizes, (full,), (after,), fixed)
 
 
 def _fake_quantize_per_channel(node: Node, ins: Sequence[TensorType]) -> Factored:

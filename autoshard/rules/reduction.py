@@ -1,4 +1,4 @@
-"""Reductions, and ops that need a whole dim: softmax, sort, cumulative sums."""
+"""Reductions, and ops that need a full dim: softmax, sort, cumulative sums."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def max_all(node: Node, ins: Sequence[TensorType]) -> Factored:
     return _over(node, ins, range(len(ins[0].shape)), "max")
 
 
-def whole_reduction(node: Node, ins: Sequence[TensorType]) -> Factored:
+def full_reduction(node: Node, ins: Sequence[TensorType]) -> Factored:
     return _over(node, ins, _reduced_dims(node, len(ins[0].shape)), None)
 
 
-def whole_all(node: Node, ins: Sequence[TensorType]) -> Factored:
+def full_all(node: Node, ins: Sequence[TensorType]) -> Factored:
     return _over(node, ins, range(len(ins[0].shape)), None)
 
 
@@ -71,7 +71,7 @@ def counted_over(node: Node, ins: Sequence[TensorType]) -> Factored:
     return replace(_over(node, ins, range(rank) if dim is None else (dim % rank,), "sum"), linear=())
 
 
-def _whole_dims(position: int, default: int | None = None) -> RuleFn:
+def _full_dims(position: int, default: int | None = None) -> RuleFn:
     """Rule of a reduction that needs the dims named by an argument whole."""
 
     def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -114,36 +114,36 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.sum.default": sum_all,
         "aten.amax.default": amax,
         "aten.max.default": max_all,
-        "aten.min.default": whole_all,
-        "aten.amin.default": whole_reduction,
-        "aten.max.dim": whole_reduction,
-        "aten.min.dim": whole_reduction,
-        "aten.argmax.default": whole_reduction,
-        "aten.argmin.default": whole_reduction,
-        "aten.any.default": whole_all,
-        "aten.all.default": whole_all,
-        "aten.any.dim": whole_reduction,
-        "aten.all.dim": whole_reduction,
-        "aten.prod.dim_int": whole_reduction,
-        "aten.logsumexp.default": whole_reduction,
-        "aten.var.correction": whole_reduction,
-        "aten.std.correction": whole_reduction,
-        "aten.var_mean.correction": whole_reduction,
-        "aten.std_mean.correction": whole_reduction,
-        "aten.median.dim": whole_reduction,
-        "aten.nanmedian.dim": whole_reduction,
-        "aten.median.default": whole_all,
-        "aten.nanmedian.default": whole_all,
-        "aten.mode.default": _whole_dims(1, -1),
-        "aten.trace.default": whole_all,
-        "aten.kthvalue.default": _whole_dims(2, -1),
-        "aten.linalg_vector_norm.default": _whole_dims(2),
-        "aten.norm.ScalarOpt_dim": _whole_dims(2),
-        "aten.norm.Scalar": whole_all,
-        "aten.prod.default": whole_all,
-        "aten.any.dims": whole_reduction,
-        "aten.all.dims": whole_reduction,
-        "aten.aminmax.default": _whole_dims(1),
+        "aten.min.default": full_all,
+        "aten.amin.default": full_reduction,
+        "aten.max.dim": full_reduction,
+        "aten.min.dim": full_reduction,
+        "aten.argmax.default": full_reduction,
+        "aten.argmin.default": full_reduction,
+        "aten.any.default": full_all,
+        "aten.all.default": full_all,
+        "aten.any.dim": full_reduction,
+        "aten.all.dim": full_reduction,
+        "aten.prod.dim_int": full_reduction,
+        "aten.logsumexp.default": full_reduction,
+        "aten.var.correction": full_reduction,
+        "aten.std.correction": full_reduction,
+        "aten.var_mean.correction": full_reduction,
+        "aten.std_mean.correction": full_reduction,
+        "aten.median.dim": full_reduction,
+        "aten.nanmedian.dim": full_reduction,
+        "aten.median.default": full_all,
+        "aten.nanmedian.default": full_all,
+        "aten.mode.default": _full_dims(1, -1),
+        "aten.trace.default": full_all,
+        "aten.kthvalue.default": _full_dims(2, -1),
+        "aten.linalg_vector_norm.default": _full_dims(2),
+        "aten.norm.ScalarOpt_dim": _full_dims(2),
+        "aten.norm.Scalar": full_all,
+        "aten.prod.default": full_all,
+        "aten.any.dims": full_reduction,
+        "aten.all.dims": full_reduction,
+        "aten.aminmax.default": _full_dims(1),
         "aten.nansum.default": counted,
         "aten.count_nonzero.dim_IntList": counted,
         "aten.count_nonzero.default": counted_over,

@@ -74,19 +74,19 @@ def missing_rules(folded: Folded, table: Mapping[str, RuleFn] = RULES) -> tuple[
 def calls_of(folded: Folded, chosen: Callable[[str, Node], bool]) -> tuple[OpCalls, ...]:
     """The ops of those nodes that ``chosen(segment, node)`` says, by name."""
     times = folded.counts()
-    found: dict[str, OpCalls] = {}
+    result: dict[str, OpCalls] = {}
     for name, graph in folded.segments.items():
         for node in graph.nodes:
             if not chosen(name, node):
                 continue
-            old = found.get(node.op, OpCalls(node.op, 0, (), ()))
-            found[node.op] = OpCalls(
+            old = result.get(node.op, OpCalls(node.op, 0, (), ()))
+            result[node.op] = OpCalls(
                 node.op,
                 old.count + times[name],
                 _with(old.sources, node.origin.source),
                 _with(old.modules, node.origin.fqn),
             )
-    return tuple(found[op] for op in sorted(found))
+    return tuple(result[op] for op in sorted(result))
 
 
 def _with(known: tuple[str, ...], more: str) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def rules_for(
     """The factors of every node, by (segment, node number), and the ops that fell back to replication.
 
     Raises NoRuleError naming every op without a rule and the user's line that calls it, unless
-    ``replicate_unknown``: then such an op runs on whole tensors on every rank (random numbers never do).
+    ``replicate_unknown``: then such an op runs on full tensors on every rank (random numbers never do).
     """
     unknown = missing_rules(folded, table)
     _refuse_random(unknown)
@@ -112,18 +112,18 @@ def rules_for(
             hint="hand over a rule of your own (autoshard.rule, --rules), or accept replication with "
             "replicate_unknown=True (--replicate-unknown)",
         )
-    found: dict[tuple[str, int], Factored] = {}
+    result: dict[tuple[str, int], Factored] = {}
     for name, graph in folded.segments.items():
         types = graph.types()
         for number, node in enumerate(graph.nodes):
             ins = [types[r] for r in refs_of(node)]
             rule = table.get(node.op)
-            found[name, number] = opaque(ins, node.types) if rule is None else _laid_out(rule, node, ins)
-    return found, tuple(m.op for m in unknown)
+            result[name, number] = opaque(ins, node.types) if rule is None else _laid_out(rule, node, ins)
+    return result, tuple(m.op for m in unknown)
 
 
 def _refuse_random(unknown: Sequence[OpCalls]) -> None:
-    """NoRuleError for ops that draw random numbers: on whole tensors, every rank would draw its own."""
+    """NoRuleError for ops that draw random numbers: on full tensors, every rank would draw its own."""
     drawn = [m for m in unknown if is_random(m.op)]
     if drawn:
         raise NoRuleError(

@@ -60,10 +60,10 @@ class _Finder:
 
     def plain(self, dim: Dim) -> Dim:
         """The same in factors that stand for themselves."""
-        found: list[int] = []
+        result: list[int] = []
         for factor in dim:
-            found += self.plain(self.means[factor]) if factor in self.means else (factor,)
-        return tuple(found)
+            result += self.plain(self.means[factor]) if factor in self.means else (factor,)
+        return tuple(result)
 
     def same(self, a: Dim, b: Dim) -> None:
         """Let two dims be the same elements."""
@@ -97,14 +97,14 @@ def body_factors(graph: Graph, table: Mapping[str, RuleFn]) -> BodyFactors:
     finder, types = _Finder(), graph.types()
     dims: dict[str, Dims] = {n: tuple(map(finder.new, t.shape)) for n, t in graph.inputs}
     rules: list[Factored] = []
-    made: list[dict[int, Dim]] = []
+    new: list[dict[int, Dim]] = []
     #: of which no input has a part, so that nothing says which one a rank makes
     created: Dim = ()
     for node in graph.nodes:
         rule = _rule(node, [types[r] for r in refs_of(node)], table)
         rules.append(rule)
         means: dict[int, Dim] = {}
-        made.append(means)
+        new.append(means)
         for ref, laid in zip(refs_of(node), rule.inputs, strict=True):
             for own, dim in zip(laid, dims[ref], strict=True):
                 _follow(finder, rule, own, dim, means)
@@ -120,7 +120,7 @@ def body_factors(graph: Graph, table: Mapping[str, RuleFn]) -> BodyFactors:
         f: k for k, f in enumerate(dict.fromkeys(f for laid in plain.values() for d in laid for f in d))
     }
     final = {v: tuple(tuple(number[f] for f in d) for d in laid) for v, laid in plain.items()}
-    parts = [{f: tuple(number[g] for g in finder.plain(d)) for f, d in means.items()} for means in made]
+    parts = [{f: tuple(number[g] for g in finder.plain(d)) for f, d in means.items()} for means in new]
     sizes = tuple(finder.sizes[f] for f in number)
     alone = {number[f] for f in finder.plain(created) if f in number}
     return _divided(graph, sizes, final, rules, parts, alone)
@@ -189,10 +189,10 @@ def _reduction(
     states = _states(graph, factor, dims, rules, parts)
     if states is None:
         return None
-    found = {states[v] for v in graph.outputs if not _has(dims[v], factor)}
-    if len(found) > 1 or found == {""}:
+    result = {states[v] for v in graph.outputs if not _has(dims[v], factor)}
+    if len(result) > 1 or result == {""}:
         return None
-    return found.pop() if found else ""
+    return result.pop() if result else ""
 
 
 def _states(
@@ -245,19 +245,19 @@ def rule_with(table: Mapping[str, RuleFn]) -> RuleFn:
     def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
         tiles = tiles_of(node)
         body = with_sizes(tiles.body)
-        found = body_factors(body, table)
-        localizer = _Localizer(tiles, body, found)
+        result = body_factors(body, table)
+        localizer = _Localizer(tiles, body, result)
         return Factored(
-            found.sizes,
-            tuple(found.dims[n] for n, _ in body.inputs),
-            tuple(found.dims[n] for n in body.outputs),
-            found.fixed,
-            tuple(sorted(found.reduce.items())),
+            result.sizes,
+            tuple(result.dims[n] for n, _ in body.inputs),
+            tuple(result.dims[n] for n in body.outputs),
+            result.fixed,
+            tuple(sorted(result.reduce.items())),
             kind="matmul",
-            flops=found.flops,
-            recomputed=sum(rule.flops for rule in found.rules[: tiles.recomputed]),
+            flops=result.flops,
+            recomputed=sum(rule.flops for rule in result.rules[: tiles.recomputed]),
             local=localizer,
-            contiguous=found.contiguous,
+            contiguous=result.contiguous,
             tile=localizer.tile,
         )
 
@@ -297,12 +297,10 @@ class _Localizer:
             refs = list(refs_of(node))
             ins, outs = tuple(types[r] for r in refs), tuple(layouts[o] for o in node.outs)
             own = LocalCall(node, ins, tuple(layouts[r] for r in refs), outs, call.mesh)
-            made = rule.local(own) if rule.local is not None else node
-            made = replace(made, types=tuple(local(types[o], o) for o in node.outs))
-            shape = made.types[0].shape if made.types[0] is not None else ()
-            nodes.append(
-                without_rows(made, shape, self.tiles.kinds[node.name]) if node.op in SHAPED else made
-            )
+            new = rule.local(own) if rule.local is not None else node
+            new = replace(new, types=tuple(local(types[o], o) for o in node.outs))
+            shape = new.types[0].shape if new.types[0] is not None else ()
+            nodes.append(without_rows(new, shape, self.tiles.kinds[node.name]) if node.op in SHAPED else new)
         inputs = tuple((n, local(t, n)) for n, t in self.body.inputs)
         body = Graph(self.body.name, inputs, tuple(nodes), self.body.outputs)
         args = replace(self.tiles, body=body).args(call.node.args[0])
@@ -313,12 +311,12 @@ class _Localizer:
     ) -> Tile:
         """The largest tile of the fullest rank. scale: there are so many times as many sequences."""
         layouts, kinds = self._layouts(inputs, outputs, sizes), self.tiles.kinds
-        whole = {}
+        full = {}
         for value, type_ in self.body.types().items():
             held = zip(kinds[value], held_shape(type_.shape, layouts[value], sizes), strict=True)
             shape = tuple(ceil(n * scale) if kind in (BATCH, BOTH) else n for kind, n in held)
-            whole[value] = TensorType(shape, type_.dtype)
-        count, types = self.tiles.tile(whole)
+            full[value] = TensorType(shape, type_.dtype)
+        count, types = self.tiles.tile(full)
         calls = []
         for node, rule in zip(self.body.nodes, self.found.rules, strict=True):
             values = (*refs_of(node), *node.outs)
@@ -327,7 +325,7 @@ class _Localizer:
                 size for k, size in enumerate(sizes) if any(isinstance(layouts[v][k], Shard) for v in values)
             )
             times = scale if kinds[wide].strip(OTHER) else 1.0
-            part = times * prod(types[wide].shape) / max(1, prod(whole[wide].shape))
+            part = times * prod(types[wide].shape) / max(1, prod(full[wide].shape))
             ins = tuple(types[r] for r in refs_of(node))
             calls.append(
                 (replace(rule, flops=part * rule.flops / ways), ins, tuple(types[o] for o in node.outs))
@@ -362,7 +360,7 @@ class _Localizer:
 
     def _split(self, given: Sequence[tuple[str, Placement]], ways: int) -> tuple[int, Digit] | None:
         for name, placed in given:
-            found = digit_of(self.found.dims[name], self.found.sizes, placed, ways)
-            if found is not None:
-                return found
+            result = digit_of(self.found.dims[name], self.found.sizes, placed, ways)
+            if result is not None:
+                return result
         return None

@@ -80,13 +80,13 @@ def digit_of(dims: Dims, sizes: Sequence[int], placed: Placement, ways: int) -> 
     """The factor, and the part of it, that a placement of a tensor splits; None if it splits none."""
     if not isinstance(placed, Shard):
         return None
-    above, whole = 1, prod(sizes[f] for f in dims[placed.dim])
+    above, full = 1, prod(sizes[f] for f in dims[placed.dim])
     for factor in dims[placed.dim]:
         size = sizes[factor]
         part, rest = divmod(placed.outer, above)
         if part and not rest and size % part == 0:
             digit: Digit = (part, size // abs(part), -1)
-            if shard_of_digit(whole, placed.dim, placed.outer, digit[1], ways) == placed:
+            if shard_of_digit(full, placed.dim, placed.outer, digit[1], ways) == placed:
                 return factor, digit
         above *= size
     return None
@@ -136,7 +136,7 @@ def exchange_state(
     """Rows split at ``digit``, and owners in contiguous ranges where a tensor has both; None if that cannot
     be."""
     rows, owners = pair
-    whole: Digit = (1, rule.sizes[owners], -1)
+    full: Digit = (1, rule.sizes[owners], -1)
     placed: list[Placement | None] = []
     tensors = [*zip(rule.inputs, ins, strict=True), *zip(rule.outputs, outs, strict=True)]
     for number, (dims, type_) in enumerate(tensors):
@@ -144,7 +144,7 @@ def exchange_state(
             placed.append(None)
             continue
         by_rows = placement_of(dims, type_, rule.sizes, rows, digit, ways)
-        by_owner = placement_of(dims, type_, rule.sizes, owners, whole, ways)
+        by_owner = placement_of(dims, type_, rule.sizes, owners, full, ways)
         if by_rows is None or by_owner is None:
             return None
         placed.append(by_rows if by_owner == R else by_owner)
@@ -165,8 +165,8 @@ def _axis_states(
     allowed: AxisFilter,
     must: bool,
 ) -> list[AxisState]:
-    whole: tuple[Placement | None, ...] = tuple(None if o is None else R for o in outs)
-    found: dict[AxisState, frozenset[int]] = {AxisState((R,) * len(ins), whole): frozenset()}
+    full: tuple[Placement | None, ...] = tuple(None if o is None else R for o in outs)
+    result: dict[AxisState, frozenset[int]] = {AxisState((R,) * len(ins), full): frozenset()}
     if ways > 1:
         for factor in rule.shardable():
             # smaller parts first: where two parts give the same placement, the split cuts them both
@@ -175,19 +175,19 @@ def _axis_states(
                     continue
                 state = split_state(rule, ins, outs, factor, digit, ways)
                 if state is not None:
-                    found[state] = found.get(state, frozenset()) | {digit[2]}
+                    result[state] = result.get(state, frozenset()) | {digit[2]}
         for pair in rule.exchange:
             for digit in digits[pair[0]]:
                 state = exchange_state(rule, ins, outs, pair, digit, ways)
                 if state is not None:
-                    found[state] = found.get(state, frozenset()) | {digit[2]}
+                    result[state] = result.get(state, frozenset()) | {digit[2]}
         for group in rule.linear:
             if any(ins[k].dtype == "bool" for k in group):
                 continue  # the sum of truth values is not one
             partial = tuple(P if k in group else R for k in range(len(ins)))
             sums: tuple[Placement | None, ...] = tuple(None if o is None else P for o in outs)
-            found[AxisState(partial, sums)] = frozenset()
-    states = [s for s, classes in found.items() if not s.split or allowed(axis, classes)]
+            result[AxisState(partial, sums)] = frozenset()
+    states = [s for s, classes in result.items() if not s.split or allowed(axis, classes)]
     split = [s for s in states if s.split]
     return split if must and split else states
 
@@ -225,7 +225,7 @@ def _combined(
         _axis_states(rule, ins, outs, digits, axis, ways, allowed, must[axis])
         for axis, ways in enumerate(mesh_sizes)
     ]
-    found: dict[tuple[tuple[Layout, ...], tuple[Layout | None, ...]], OpState] = {}
+    result: dict[tuple[tuple[Layout, ...], tuple[Layout | None, ...]], OpState] = {}
     outside = with_inner(rule)
     sizes = repeat(mesh_sizes)
     # many combinations lay a tensor out alike
@@ -244,9 +244,9 @@ def _combined(
         for state, size in zip(combo, mesh_sizes, strict=True):
             ways *= size if state.split else 1
         key = (inputs, outputs)
-        if key not in found or found[key].ways < ways:
-            found[key] = OpState(inputs, outputs, ways)
-    return list(found.values())
+        if key not in result or result[key].ways < ways:
+            result[key] = OpState(inputs, outputs, ways)
+    return list(result.values())
 
 
 def one_exchange(combo: Sequence[AxisState]) -> bool:
@@ -310,10 +310,10 @@ def _join(placed: tuple[Placement | None, ...]) -> Layout | None:
 
 def _fine(type_: TensorType, layout: Layout, known: dict[Layout, bool], sizes: Sequence[int]) -> bool:
     """Whether a tensor can lie like that; known: what was found out about this tensor."""
-    found = known.get(layout)
-    if found is None:
-        found = known[layout] = layout_ok(type_.shape, layout, sizes)
-    return found
+    result = known.get(layout)
+    if result is None:
+        result = known[layout] = layout_ok(type_.shape, layout, sizes)
+    return result
 
 
 def _fine_output(
@@ -322,11 +322,11 @@ def _fine_output(
     """The same of a result, which may be missing."""
     if layout is None:
         return True
-    found = known.get(layout)
-    if found is None:
+    result = known.get(layout)
+    if result is None:
         lies = type_ is None or layout_ok(type_.shape, layout, sizes)
-        found = known[layout] = lies and not mixed_partial(layout)
-    return found
+        result = known[layout] = lies and not mixed_partial(layout)
+    return result
 
 
 def mixed_partial(layout: Layout) -> bool:

@@ -33,7 +33,7 @@ Rules: TypeAlias = "Iterable[UserRule] | ModuleType | None"
 def rule(op: str) -> Callable[[RuleFn], UserRule]:
     """Decorator: the function becomes the rule of an op; see `autoshard.rules` for how to write one.
 
-    Nothing is registered: pass the result as ``rules=[...]``, or its whole module as ``rules=module``.
+    Nothing is registered: pass the result as ``rules=[...]``, or its full module as ``rules=module``.
     """
     if not isinstance(op, str) or len(op.split(".")) != 3 or not all(op.split(".")):
         raise UsageError(
@@ -45,16 +45,16 @@ def rule(op: str) -> Callable[[RuleFn], UserRule]:
 def user_rules(rules: Rules) -> tuple[UserRule, ...]:
     """The rules in what a user handed over. Raises UsageError for anything else, or two of one op."""
     given = list(vars(rules).values()) if isinstance(rules, ModuleType) else list(rules or ())
-    found = {id(r): r for r in given if isinstance(r, UserRule)}
+    result = {id(r): r for r in given if isinstance(r, UserRule)}
     other = next((r for r in given if not isinstance(r, UserRule)), None)
     if other is not None and not isinstance(rules, ModuleType):
         raise UsageError(
             f"{other!r} is not a rule", hint="decorate the function with @autoshard.rule('mine.op.default')"
         )
-    twice = {r.op for r in found.values() if sum(r.op == o.op for o in found.values()) > 1}
+    twice = {r.op for r in result.values() if sum(r.op == o.op for o in result.values()) > 1}
     if twice:
         raise UsageError(f"there are two rules for {', '.join(sorted(twice))}", hint="hand over one")
-    return tuple(found.values())
+    return tuple(result.values())
 
 
 def rule_table(own: Mapping[str, RuleFn], rules: Rules) -> Mapping[str, RuleFn]:

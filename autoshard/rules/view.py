@@ -395,22 +395,22 @@ def diagonal(node: Node, ins: Sequence[TensorType]) -> Factored:
     out = node.types[0]
     assert out is not None
     raw = (node.arg(2, "dim1", 0), node.arg(3, "dim2", 1))
-    sizes, whole, line, fixed = _diagonal(ins[0].shape, out.shape[-1], raw)
-    return Factored(sizes, (whole,), (line,), fixed, linear=_linear(ins), kind="view")
+    sizes, full, line, fixed = _diagonal(ins[0].shape, out.shape[-1], raw)
+    return Factored(sizes, (full,), (line,), fixed, linear=_linear(ins), kind="view")
 
 
 def diagonal_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     out = node.types[0]
     assert out is not None
-    sizes, whole, line, fixed = _diagonal(out.shape, ins[0].shape[-1], node.args[3:5])
-    return Factored(sizes, (line,), (whole,), fixed, linear=_linear(ins), local=shape_arg(1))
+    sizes, full, line, fixed = _diagonal(out.shape, ins[0].shape[-1], node.args[3:5])
+    return Factored(sizes, (line,), (full,), fixed, linear=_linear(ins), local=shape_arg(1))
 
 
 def diagonal_scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
     """A tensor with other values on the diagonal of two dims, which stay whole."""
     raw = (node.arg(3, "dim1", 0), node.arg(4, "dim2", 1))
-    sizes, whole, line, fixed = _diagonal(ins[0].shape, ins[1].shape[-1], raw)
-    return Factored(sizes, (whole, line), (whole,), fixed, linear=((0, 1),) if ins[0].is_float else ())
+    sizes, full, line, fixed = _diagonal(ins[0].shape, ins[1].shape[-1], raw)
+    return Factored(sizes, (full, line), (full,), fixed, linear=((0, 1),) if ins[0].is_float else ())
 
 
 def diag_embed(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -418,8 +418,8 @@ def diag_embed(node: Node, ins: Sequence[TensorType]) -> Factored:
     out = node.types[0]
     assert out is not None
     raw = (node.arg(2, "dim1", -2), node.arg(3, "dim2", -1))
-    sizes, whole, line, fixed = _diagonal(out.shape, ins[0].shape[-1], raw)
-    return Factored(sizes, (line,), (whole,), fixed, linear=_linear(ins))
+    sizes, full, line, fixed = _diagonal(out.shape, ins[0].shape[-1], raw)
+    return Factored(sizes, (line,), (full,), fixed, linear=_linear(ins))
 
 
 def _diagonal(
@@ -427,10 +427,10 @@ def _diagonal(
 ) -> tuple[tuple[int, ...], Dims, Dims, frozenset[int]]:
     taken = {d % len(shape) for d in raw}
     build = Builder()
-    whole = build.dims(shape)
+    full = build.dims(shape)
     own = build.new(length)
-    line = (*(x for d, x in enumerate(whole) if d not in taken), own)
-    return tuple(build.sizes), whole, line, frozenset((*own, *(f for d in taken for f in whole[d])))
+    line = (*(x for d, x in enumerate(full) if d not in taken), own)
+    return tuple(build.sizes), full, line, frozenset((*own, *(f for d in taken for f in full[d])))
 
 
 def view_as_complex(node: Node, ins: Sequence[TensorType]) -> Factored:

@@ -102,10 +102,10 @@ class Arguments:
             if value is inspect.Parameter.empty:
                 raise self._differ(f"{name} is missing")
             positions, wanted = pytree.tree_flatten(like)
-            found, spec = pytree.tree_flatten(_in_order_of(like, value))
+            result, spec = pytree.tree_flatten(_in_order_of(like, value))
             if spec != wanted:
                 raise self._differ(f"{name} is built in another way")
-            for position, leaf in zip(positions, found, strict=True):
+            for position, leaf in zip(positions, result, strict=True):
                 leaves[position] = leaf
         return leaves
 

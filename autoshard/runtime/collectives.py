@@ -82,8 +82,8 @@ class GroupCollectives:
 
             def watched(*args: Any, **kwargs: Any) -> Any:
                 with collective(name, watch):  # one after the other, so that a report names the right one
-                    made = bound(*args, **kwargs)
-                    return made.arrive() if isinstance(made, PendingCollective) else made
+                    new = bound(*args, **kwargs)
+                    return new.arrive() if isinstance(new, PendingCollective) else new
 
             return watched
         if spec.pending:
@@ -192,11 +192,11 @@ class GroupCollectives:
         return PendingCollective(self.over[axis].all_to_all(sent), join)
 
     def _experts(self, axes: tuple[str, ...]) -> ExpertExchange:
-        found = self._exchanges.get(axes)
-        if found is None:
+        result = self._exchanges.get(axes)
+        if result is None:
             hops = tuple(Hop(o.ways, o.rank, _sender(o)) for o in map(self.over.__getitem__, axes))
-            found = self._exchanges[axes] = ExpertExchange(hops)
-        return found
+            result = self._exchanges[axes] = ExpertExchange(hops)
+        return result
 
     expert_route = _with_experts(ExpertExchange.route)
     expert_dispatch = _with_experts(ExpertExchange.dispatch)

@@ -132,12 +132,12 @@ def compile_once(
     if not key or not alike:
         return replace(_here(compile_here), shared=False)
     sent = b""
-    found: CompiledOnce[T] = CompiledOnce(None)
+    result: CompiledOnce[T] = CompiledOnce(None)
     failure: Exception | None = None
     if ranks.first:
         try:
-            found = _cached(compile_here, key, rules)
-            sent = _message(found.program, others=bool(ranks.groups))
+            result = _cached(compile_here, key, rules)
+            sent = _message(result.program, others=bool(ranks.groups))
         except Exception as error:
             told = _told(error)
             # what others raise, this rank raises too; a mistake of the compiler's with its traceback
@@ -147,15 +147,15 @@ def compile_once(
     if failure is not None:
         raise failure
     if sent[:1] == b"L":
-        return replace(found if ranks.first else _here(compile_here), shared=False)
+        return replace(result if ranks.first else _here(compile_here), shared=False)
     # what a program does must not depend on what its text does not say: all ranks run the same
-    program = _received(sent, rules) if ranks.groups else found.program
-    return CompiledOnce(program, found.here)
+    program = _received(sent, rules) if ranks.groups else result.program
+    return CompiledOnce(program, result.here)
 
 
 def _here(compile_here: Callable[[], tuple[Program, T] | None]) -> CompiledOnce[T]:
-    made = compile_here()
-    return CompiledOnce(None) if made is None else CompiledOnce(*made)
+    new = compile_here()
+    return CompiledOnce(None) if new is None else CompiledOnce(*new)
 
 
 def _message(program: Program | None, others: bool) -> bytes:
@@ -207,11 +207,11 @@ def _cached(compile_here: Callable[[], tuple[Program, T] | None], key: str, rule
             say_once(f"the program in {folder} is not used: {error.what}")
     if folder is not None and folder.with_suffix(_NONE).is_file():
         return CompiledOnce(None)
-    made = _here(compile_here)
-    if folder is not None and (made.program is None or not made.program.state.local):
+    new = _here(compile_here)
+    if folder is not None and (new.program is None or not new.program.state.local):
         try:
-            if made.program is not None:
-                save_program(_to_run(made.program), folder, overwrite=True)
+            if new.program is not None:
+                save_program(_to_run(new.program), folder, overwrite=True)
             else:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.with_suffix(_NONE).touch()
@@ -219,7 +219,7 @@ def _cached(compile_here: Callable[[], tuple[Program, T] | None], key: str, rule
             # another job may have written it in the meantime
             if not (folder / "manifest.json").is_file():
                 say_once(f"the program is not kept in {folder}: {error}")
-    return made
+    return new
 
 
 def _folder(key: str) -> Path | None:

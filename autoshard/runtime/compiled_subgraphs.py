@@ -117,17 +117,17 @@ Part: TypeAlias = "Subgraph | PreparedCall"
 
 def parts_of(steps: Sequence[PreparedCall], outputs: Collection[int], late: Collection[int]) -> list[Part]:
     """The steps of a segment in their order, put together to subgraphs. late: slots that messages fill."""
-    found: list[Part] = []
+    result: list[Part] = []
     for group, after in _groups(steps, late):
         if len(group) < 2 or all(_family(step) in _UNFUSED for step in group):
-            found += group
+            result += group
             continue
-        made = {slot for step in group for slot in step.outs}
-        takes = {slot for step in group for slot in step.uses} - made
-        gives = made & ({slot for step in after for slot in step.uses} | set(outputs))
+        new = {slot for step in group for slot in step.outs}
+        takes = {slot for step in group for slot in step.uses} - new
+        gives = new & ({slot for step in after for slot in step.uses} | set(outputs))
         dead = takes & {slot for step in group for slot in step.frees}
-        found.append(Subgraph(tuple(group), *(tuple(sorted(slots)) for slots in (takes, gives, dead))))
-    return found
+        result.append(Subgraph(tuple(group), *(tuple(sorted(slots)) for slots in (takes, gives, dead))))
+    return result
 
 
 def _groups(

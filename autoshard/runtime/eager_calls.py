@@ -52,7 +52,7 @@ class EagerCalls:
         return self._depth > 0
 
     def has_to(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asks: bool) -> bool:
-        """Whether a call of the whole model has no program; says why, once for each reason.
+        """Whether a call of the full model has no program; says why, once for each reason.
 
         asks: whether the model's code asks if gradients are recorded, as they are in captures.
         """
@@ -111,10 +111,10 @@ class EagerCalls:
         self.batch_axes = () if rows is None else rows.axes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerCalls:
-        made = EagerCalls(self.refused, self.seed, self.precision)
-        made.batch_axes = self.batch_axes
-        memo[id(self)] = made
-        return made
+        new = EagerCalls(self.refused, self.seed, self.precision)
+        new.batch_axes = self.batch_axes
+        memo[id(self)] = new
+        return new
 
     def _gather(self, module: nn.Module) -> None:
         if self.refused:

@@ -104,8 +104,8 @@ class ExpertExchange:
         known = self.agreed.get(id(chosen))
         if known is None or known[0]() is not chosen:
             key, agreed = id(chosen), self.agreed
-            made = self._agree(chosen, num_experts)
-            agreed[key] = known = weakref.ref(chosen, lambda _: agreed.pop(key, None)), made
+            new = self._agree(chosen, num_experts)
+            agreed[key] = known = weakref.ref(chosen, lambda _: agreed.pop(key, None)), new
         return known[1]
 
     def _agree(self, chosen: torch.Tensor, num_experts: int) -> TokenExchange:
@@ -113,8 +113,8 @@ class ExpertExchange:
         the k-th part of these, as `chunk` cuts them."""
         sent: list[_Sent] = []
         for hop in self.hops:
-            made, chosen = _agreed(hop, chosen, num_experts)
-            sent.append(made)
+            new, chosen = _agreed(hop, chosen, num_experts)
+            sent.append(new)
             first, num_experts = chunk(num_experts, hop.ways, hop.rank)
             chosen = chosen - first
         return TokenExchange(tuple(sent), chosen)

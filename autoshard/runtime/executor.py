@@ -124,14 +124,14 @@ class RankProgram:
 
     def _pending(self, items: Sequence[PreparedItem]) -> tuple[str, ...]:
         """What collectives make, in main or at the end of a segment."""
-        found: list[str] = []
+        result: list[str] = []
         for item in items:
             if isinstance(item.body, PreparedSegment):
                 ends = zip(item.outs, item.body.outputs, strict=True)
-                found += [out for out, slot in ends if slot in item.body.late]
+                result += [out for out, slot in ends if slot in item.body.late]
             elif isinstance(item.body.fn, Issue):
-                found += item.outs
-        return tuple(found)
+                result += item.outs
+        return tuple(result)
 
     def _item(self, item: Instruction, dead: Sequence[str], counted: Sequence[str]) -> PreparedItem:
         if isinstance(item, Call):

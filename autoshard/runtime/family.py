@@ -116,10 +116,10 @@ class ProgramFamily:
     def copied(self, copies: Mapping[BoundProgram, BoundProgram], bind: Binding) -> ProgramFamily:
         """The same of a copy of the module. copies: of each program."""
         first = copies[self.programs[0]]
-        made = ProgramFamily(first, WeightHashes({}, {}), self.local_batch, bind)
-        made.programs, made.current = [copies[p] for p in self.programs], copies[self.current]
-        made.built, made.parts, made.unfrozen = None, self.parts, self.unfrozen
-        return made
+        new = ProgramFamily(first, WeightHashes({}, {}), self.local_batch, bind)
+        new.programs, new.current = [copies[p] for p in self.programs], copies[self.current]
+        new.built, new.parts, new.unfrozen = None, self.parts, self.unfrozen
+        return new
 
     def grows(self, step: bool) -> bool:
         """Whether programs for other calls can be compiled. step: of all microbatches."""
@@ -148,15 +148,15 @@ class ProgramFamily:
             leaves, rows = gathered_batch(leaves, runner.axis_groups, runner.device)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         self._learn_trained(module)
-        found = self._known(module, args, kwargs, step)
-        if found is None and self.grows(step):
-            found = self._compiled(module, args, kwargs, step)
-        if found is None:
+        result = self._known(module, args, kwargs, step)
+        if result is None and self.grows(step):
+            result = self._compiled(module, args, kwargs, step)
+        if result is None:
             # says what differs; of shapes, the program that is called does
             self.current.check(module)
-            found = self.current, self.current.runner.arguments.flattened(args, kwargs)
-            self._check_global(*found, step)
-        self.current, leaves = found
+            result = self.current, self.current.runner.arguments.flattened(args, kwargs)
+            self._check_global(*result, step)
+        self.current, leaves = result
         runner = self.current.runner
         if self.built is not None:
             check_written(module)
@@ -410,7 +410,7 @@ def _is_meta(x: Any) -> bool:
 
 def _numbers(arguments: Arguments, leaves: Sequence[Any]) -> dict[int, int | float]:
     """Position of a number -> its value in a program; empty unless nothing but numbers differs."""
-    found: dict[int, int | float] = {}
+    result: dict[int, int | float] = {}
     for k, ((kind, text), leaf) in enumerate(zip(arguments.leaves, leaves, strict=True)):
         if kind == "tensor" or repr(leaf) == text:
             continue
@@ -420,8 +420,8 @@ def _numbers(arguments: Arguments, leaves: Sequence[Any]) -> dict[int, int | flo
             value = None
         if value is None or repr(value) != text:
             return {}
-        found[k] = value
-    return found
+        result[k] = value
+    return result
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -433,8 +433,8 @@ def _give_alike(
     one: BoundProgram, other: BoundProgram, module: nn.Module, leaves: Sequence[Any], step: bool
 ) -> bool:
     """Whether two programs give the same outputs for arguments, on all ranks; collective."""
-    found = [_outputs(bound, module, leaves, step) for bound in (one, other)]
-    alike = len(found[0]) == len(found[1]) and all(map(_close, *found))
+    result = [_outputs(bound, module, leaves, step) for bound in (one, other)]
+    alike = len(result[0]) == len(result[1]) and all(map(_close, *result))
     return not any_rank(one.runner, not alike)
 
 

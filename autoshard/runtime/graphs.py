@@ -1,7 +1,7 @@
 """Calls and steps of a program as CUDA graphs: recorded once, launched at once from then on.
 
 The first `WARM` calls run op by op: they compile, and let libraries and communicators set themselves up. The
-next one is recorded, forward and backward apart, or a whole step of microbatches together. A graph reads and
+next one is recorded, forward and backward apart, or a full step of microbatches together. A graph reads and
 writes the same memory each time. So inputs, seeds and gradients of outputs are copied to where it reads them;
 outputs are copied out; and gradients that are still to be added to are moved out of the way of a replay.
 """

@@ -59,11 +59,11 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
         )
     init_world(wanted)
     _check_world(dist.get_world_size(), wanted)
-    made = init_device_mesh(world_device_type(), wanted.sizes, mesh_dim_names=wanted.names)
+    new = init_device_mesh(world_device_type(), wanted.sizes, mesh_dim_names=wanted.names)
     # torch gives the groups of a mesh half an hour, whatever init_process_group was told
-    for axis in range(made.ndim):
-        copy_timeout(dist.group.WORLD, made.get_group(axis))
-    return made
+    for axis in range(new.ndim):
+        copy_timeout(dist.group.WORLD, new.get_group(axis))
+    return new
 
 
 def init_world(wanted: Mesh | None) -> None:
@@ -171,7 +171,7 @@ class RankPlace:
 
     mesh: of the ranks that run the same stages; inner_rank: its place in there. stages: those it runs.
     pipe_rank: its place along pp. peers: the ranks of the world that differ from it only along pp. order: the
-    rank of the world at every place of the whole mesh.
+    rank of the world at every place of the full mesh.
     """
 
     mesh: DeviceMesh
@@ -188,12 +188,12 @@ def place_of(program: Program, mesh: DeviceMesh) -> RankPlace:
 
     Raises UsageError if the world is not of the program's size.
     """
-    whole = Mesh.parse(program.whole_mesh)
-    if whole.world_size != mesh.size():
+    full = Mesh.parse(program.full_mesh)
+    if full.world_size != mesh.size():
         raise UsageError(
-            f"the program is for {whole.world_size} ranks, the world has {mesh.size()}",
-            where=f"mesh {whole}",
-            hint=f"start {whole.world_size} processes, or compile for another mesh",
+            f"the program is for {full.world_size} ranks, the world has {mesh.size()}",
+            where=f"mesh {full}",
+            hint=f"start {full.world_size} processes, or compile for another mesh",
         )
     device = device_here(mesh.device_type)
     # a mesh given by the user may put the ranks of the world anywhere
@@ -201,15 +201,15 @@ def place_of(program: Program, mesh: DeviceMesh) -> RankPlace:
     rank = order.index(dist.get_rank())
     if program.stages is None:
         return RankPlace(mesh, rank, device, frozenset((0,)), 0, (dist.get_rank(),), order)
-    coords = list(whole.coords(rank))
+    coords = list(full.coords(rank))
     at = program.stages.position
     peers = []
-    for k in range(whole.sizes[at]):
+    for k in range(full.sizes[at]):
         coords[at] = k
-        peers.append(order[whole.rank(coords)])
+        peers.append(order[full.rank(coords)])
     pipe_rank = peers.index(dist.get_rank())
     inner = Mesh.parse(program.mesh)
-    inner_rank = inner.rank([c for k, c in enumerate(whole.coords(rank)) if k != at])
+    inner_rank = inner.rank([c for k, c in enumerate(full.coords(rank)) if k != at])
     stages = frozenset(s for s, r in enumerate(program.stages.schedule.owner) if r == pipe_rank)
     return RankPlace(mesh[inner.names], inner_rank, device, stages, pipe_rank, tuple(peers), order)
 

@@ -94,20 +94,20 @@ class CudaHost:
         self.down.wait_stream(now)
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self.down):
-            made = [pinned_like(x).copy_(x, non_blocking=True) for x in xs]
+            new = [pinned_like(x).copy_(x, non_blocking=True) for x in xs]
             arrived.record(self.down)
         self._leaving.append((arrived, xs))
-        return [HostValue(x, arrived) for x in made]
+        return [HostValue(x, arrived) for x in new]
 
     def load(self, xs: Sequence[Any]) -> PendingCollective:
         """Copies on their way to the device."""
         now = torch.cuda.current_stream(self.device)
         sources = [x.issued(self.up) if type(x) is HostValue else x for x in xs]
-        made = [torch.empty_like(x, device=self.device, pin_memory=False) for x in sources]
+        new = [torch.empty_like(x, device=self.device, pin_memory=False) for x in sources]
         self.up.wait_stream(now)  # the memory may still be read by what is computed before
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self.up):
-            for to, source in zip(made, sources, strict=True):
+            for to, source in zip(new, sources, strict=True):
                 to.copy_(source, non_blocking=True)
             arrived.record(self.up)
         if any(type(x) is not HostValue for x in xs):
@@ -116,10 +116,10 @@ class CudaHost:
         def landing() -> torch.Tensor:
             # the stream that needs them waits, not the host
             torch.cuda.current_stream(self.device).wait_event(arrived)
-            return made[0]
+            return new[0]
 
         # what is read stays in pinned memory, whose allocator waits for the copy by itself
-        return PendingCollective(landing, lambda _: made, sources)
+        return PendingCollective(landing, lambda _: new, sources)
 
     def _release(self) -> None:
         """Let go of what was stored: what is computed from now on, and may get its memory, waits."""

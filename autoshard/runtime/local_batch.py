@@ -47,7 +47,7 @@ def gathered_batch(
     """
     # a rank without rows has tensors of none
     empty = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.dim() and not x.shape[0]]
-    found, positions = list(leaves), empty or batch_leaves(leaves)
+    result, positions = list(leaves), empty or batch_leaves(leaves)
     count = leaves[positions[0]].shape[0] if positions else 0
     parts = [leaves[k].detach().to(device).contiguous() for k in positions]
     form = hash_of(*((tuple(x.shape[1:]), x.dtype) for x in parts))
@@ -66,8 +66,8 @@ def gathered_batch(
     for position, part in zip(positions, parts, strict=True):
         padded = torch.cat([part, part.new_zeros((most - count, *part.shape[1:]))]) if count < most else part
         stacked = _gathered(padded[None], groups)
-        found[position] = torch.cat([x[:n] for x, n in zip(stacked, rows, strict=True)])
-    return found, (sum(rows[:coords]), count)
+        result[position] = torch.cat([x[:n] for x, n in zip(stacked, rows, strict=True)])
+    return result, (sum(rows[:coords]), count)
 
 
 def _gathered(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:

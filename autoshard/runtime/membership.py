@@ -34,8 +34,8 @@ class Membership:
 
 def membership_of(parameter: torch.Tensor) -> Membership | None:
     """None for a parameter of no pipeline."""
-    found = getattr(parameter, _MARK, None)
-    return found if isinstance(found, Membership) else None
+    result = getattr(parameter, _MARK, None)
+    return result if isinstance(result, Membership) else None
 
 
 def join(parameter: torch.Tensor, membership: Membership) -> None:

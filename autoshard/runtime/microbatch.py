@@ -17,7 +17,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cut(program: Program, leaves: Sequence[Any]) -> list[Batch]:
-    """The calls of one step, `Program.microbatches` of them, from the leaves of the whole batch's arguments.
+    """The calls of one step, `Program.microbatches` of them, from the leaves of the full batch's arguments.
 
     leaves: in the order of the program's inputs. Dim 0 of those that have a batch is cut into equal parts
     in order; other arguments are the same in every call. A rank may give its own part of the batch, or a
@@ -42,7 +42,7 @@ def cut(program: Program, leaves: Sequence[Any]) -> list[Batch]:
     return [pytree.tree_unflatten(part, spec) for part in parts]
 
 
-def whole_batch(program: Program, batch: Batch) -> Batch:
+def full_batch(program: Program, batch: Batch) -> Batch:
     """The batch of a step from an example: one of a single microbatch's size is repeated, others returned."""
     leaves, spec = pytree.tree_flatten(batch)
     sizes = _batch_sizes(program.signature)

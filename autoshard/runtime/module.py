@@ -140,11 +140,11 @@ class _Run(torch.autograd.Function):
             runner = ran.runner
         tangents = {p.name: runner.tangent(by_position[int(p.target)], p) for p in runner.tangents}
         with runner.waiting():
-            found = ran.backward(tangents)
+            result = ran.backward(tangents)
         back: list[Any] = [None] * 5
-        back += [found.get(("grad", p.target)) for p in runner.params]
+        back += [result.get(("grad", p.target)) for p in runner.params]
         for port, given in zip(runner.inputs, ctx.given, strict=True):
-            back.append(runner.input_grad(found.get(("input_grad", port.target)), port, given))
+            back.append(runner.input_grad(result.get(("input_grad", port.target)), port, given))
         return tuple(back)
 
 
@@ -276,11 +276,11 @@ class ParallelModule(nn.Module):
 
     @torch.compiler.disable
     def train_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of a whole step; gradients are added to ``.grad`` of the parameters.
+        """Forward and backward of a full step; gradients are added to ``.grad`` of the parameters.
 
         batch: as example inputs: a dict of keyword arguments, a tuple of positional ones or one tensor; of
         the size of all microbatches together, global or this rank's part. Returns the loss of the
-        whole batch, a scalar without gradient that is the same on every rank. Raises UsageError if the
+        full batch, a scalar without gradient that is the same on every rank. Raises UsageError if the
         model returns no loss or the batch has another size.
         """
         with self._autoshard.waiting():
@@ -296,7 +296,7 @@ class ParallelModule(nn.Module):
 
     @torch.compiler.disable
     def eval_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
-        """Forward of a whole step, without gradients: the loss of a batch in the mode that the model is in.
+        """Forward of a full step, without gradients: the loss of a batch in the mode that the model is in.
 
         Takes and returns what `train_step` does; dropout steps are not counted.
         """
@@ -306,10 +306,10 @@ class ParallelModule(nn.Module):
 
     @torch.compiler.disable
     def eval_outputs(self, batch: Any = None, ignore: Collection[str] = (), /, **kwargs: Any) -> Any:
-        """What the model returns for the batch of a whole step, without gradients: of a pipeline, too.
+        """What the model returns for the batch of a full step, without gradients: of a pipeline, too.
 
         Takes what `eval_step` does. ignore: names of outputs that are left empty, such as caches. Returns
-        plain tensors of the whole batch, on every rank. Raises UsageError for an output without the batch if
+        plain tensors of the full batch, on every rank. Raises UsageError for an output without the batch if
         a step is several microbatches.
         """
         with self._autoshard.waiting():
@@ -351,21 +351,21 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A second model with the same programs: an average of the weights, for instance."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
         family = self._autoshard_family
         memo[id(family)] = None
         # torch cannot copy a DTensor whose shard begins somewhere in a bucket
         memo.update({id(p.grad): p.grad.clone() for p in self.parameters() if p.grad is not None})
         for key, value in self.__dict__.items():
-            made.__dict__[key] = copy.deepcopy(value, memo)
+            new.__dict__[key] = copy.deepcopy(value, memo)
         clock = copy.deepcopy(self._autoshard.clock)
-        copies = {bound: _copied(bound, made, clock) for bound in family.programs}
-        made._autoshard_family = family.copied(copies, partial(_bound, made))
-        carry_marks(self, made)
-        watch_data(made.parameters())
-        clock.follow(made.parameters())
-        return made
+        copies = {bound: _copied(bound, new, clock) for bound in family.programs}
+        new._autoshard_family = family.copied(copies, partial(_bound, new))
+        carry_marks(self, new)
+        watch_data(new.parameters())
+        clock.follow(new.parameters())
+        return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -377,9 +377,9 @@ class ParallelModule(nn.Module):
 
 @torch.no_grad()
 def _is_unchanged(fn: Callable[[torch.Tensor], torch.Tensor], parameter: nn.Parameter) -> bool:
-    made = fn(parameter)
-    same = made.dtype == parameter.dtype and made.device == parameter.device
-    return same and local(made).data_ptr() == local(parameter).data_ptr()
+    new = fn(parameter)
+    same = new.dtype == parameter.dtype and new.device == parameter.device
+    return same and local(new).data_ptr() == local(parameter).data_ptr()
 
 
 def _leaves_of_step(module: ParallelModule, batch: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -397,7 +397,7 @@ def _leaves_of_step(module: ParallelModule, batch: Any, kwargs: dict[str, Any]) 
 
 
 def _shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before load_state_dict: whole tensors are cut into what the ranks hold, those of other ranks left."""
+    """Before load_state_dict: full tensors are cut into what the ranks hold, those of other ranks left."""
     if isinstance(module, ParallelModule):
         module._autoshard.shard_state(state, prefix)
 
@@ -449,7 +449,7 @@ def _bind(
     guard = _guard(module, program, mesh.device_type, captured, state)
     built = WeightHashes.of(dict(module.named_parameters()))
     given = dict(module.named_parameters(remove_duplicate=False))
-    made = _place_parameters(module, runner)
+    new = _place_parameters(module, runner)
     for name, buffer in list(module.named_buffers()):
         owner = module.get_submodule(name.rpartition(".")[0])
         kept = name not in runner.updated or runner.holds_buffer(name)
@@ -466,7 +466,7 @@ def _bind(
     first = BoundProgram(runner, Stepper(runner), guard, captured, sized)
     family = ProgramFamily(first, built.cut(module), local_batch, partial(_bound, module))
     module._autoshard_family, module._autoshard_eager = family, eager  # type: ignore[assignment]
-    follow_parameters(module, {p: made.get(n) for n, p in given.items()})
+    follow_parameters(module, {p: new.get(n) for n, p in given.items()})
     first.stepper.members = mark_shared(module, runner, first.stepper.scales)
     keep_blocks(module)
     watch_data(module.parameters())
@@ -560,7 +560,7 @@ def _no_eager_calls(program: Program) -> str:
 def _place_parameters(module: nn.Module, runner: Runner) -> dict[str, nn.Parameter]:
     """Put this rank's shards in place of a program's global parameters; all their names -> parameter."""
     given = dict(module.named_parameters(remove_duplicate=False))
-    made = {
+    new = {
         p.target: runner.parameter(given[p.target], p)
         for p in runner.params
         if not isinstance(given[p.target], DTensor)
@@ -571,10 +571,10 @@ def _place_parameters(module: nn.Module, runner: Runner) -> dict[str, nn.Paramet
     for name in list(given):
         owner, key = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         target = aliases.get(name, name)
-        if target in made:
-            carry_tensor_hooks(given[name], made[target])
-            setattr(owner, key, made[target])
-            placed[name] = made[target]
+        if target in new:
+            carry_tensor_hooks(given[name], new[target])
+            setattr(owner, key, new[target])
+            placed[name] = new[target]
         elif target in known and not isinstance(given[name], DTensor):
             # of another stage: this rank neither holds nor trains nor saves it
             _leave_shape(owner, owner._parameters, key)

@@ -72,9 +72,9 @@ class ShardedOutput(DTensor):
     @staticmethod
     def of(x: DTensor, rows: Rows | None = None) -> ShardedOutput:
         """The same tensor; without gradient history."""
-        made = ShardedOutput(x._local_tensor, x._spec, requires_grad=False)
-        made.autoshard_rows = rows
-        return made
+        new = ShardedOutput(x._local_tensor, x._spec, requires_grad=False)
+        new.autoshard_rows = rows
+        return new
 
     @classmethod
     def __torch_function__(

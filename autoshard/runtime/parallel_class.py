@@ -65,9 +65,9 @@ def parallel_class(users: type, mixin: type, methods: Mapping[str, Callable[[Any
     for name, wrap in methods.items():
         if hasattr(users, name):
             names[name] = wrap(getattr(users, name))
-    made: type = kind(users.__name__, (mixin, users), names)
-    type.__setattr__(made, _USERS, users)  # not before: the user's code may set something while it is made
-    return made
+    new: type = kind(users.__name__, (mixin, users), names)
+    type.__setattr__(new, _USERS, users)  # not before: the user's code may set something while it is made
+    return new
 
 
 def _signed(mixin: Any, users: Any) -> Callable[..., Any]:

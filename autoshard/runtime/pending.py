@@ -67,8 +67,8 @@ class Pending:
 
     def get(self) -> torch.Tensor:
         """The result, waited for."""
-        found = self._message.results()
-        result: torch.Tensor = found if self._position is None else found[self._position]
+        results = self._message.results()
+        result: torch.Tensor = results if self._position is None else results[self._position]
         return result
 
 

@@ -27,25 +27,25 @@ def all_gather_mm(
     own, weights = xs[0], xs[1:]
     blocks, depth = prod(own.shape[:dim]) * outer, own.shape[-1]
     chunk = own.reshape(blocks, -1, depth).contiguous()
-    whole = own.new_empty((blocks, ways, *chunk.shape[1:]))
-    products = [own.new_empty((*whole.shape[:3], w.shape[1])) for w in weights]
-    whole[:, rank] = chunk
+    full = own.new_empty((blocks, ways, *chunk.shape[1:]))
+    products = [own.new_empty((*full.shape[:3], w.shape[1])) for w in weights]
+    full[:, rank] = chunk
     for step in range(ways):
         at = (rank - step) % ways
         arriving, arrived = chunk, None
         if step + 1 < ways:
             # of one block, chunks lie in memory where they stay
-            arriving = whole[:, at - 1] if blocks == 1 else torch.empty_like(chunk)
+            arriving = full[:, at - 1] if blocks == 1 else torch.empty_like(chunk)
             arrived = pass_on(chunk, arriving)
-        for made, weight in zip(products, weights, strict=True):
-            _times(chunk, weight, made[:, at])
+        for new, weight in zip(products, weights, strict=True):
+            _times(chunk, weight, new[:, at])
         if arrived is not None:
             arrived()
             if blocks > 1:
-                whole[:, at - 1] = arriving
+                full[:, at - 1] = arriving
         chunk = arriving
     shape = [n * ways if d == dim else n for d, n in enumerate(own.shape)]
-    return [whole.view(shape), *(made.view(-1, made.shape[3]) for made in products)]
+    return [full.view(shape), *(new.view(-1, new.shape[3]) for new in products)]
 
 
 def mm_reduce_scatter(

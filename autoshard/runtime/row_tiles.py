@@ -20,21 +20,21 @@ def run_in_tiles(
 
     def run(inputs: Sequence[torch.Tensor], *_: Any) -> Sequence[torch.Tensor]:
         batch, rows = _extent(tiles, inputs)
-        found: list[torch.Tensor] = []
+        result: list[torch.Tensor] = []
         dtypes: list[torch.dtype] = []
         for at in _tiles(batch, rows, tiles.rows):
             given = [_cut(x, kinds, rows, at) for x, kinds in zip(inputs, tiles.inputs, strict=True)]
-            made = body(given, 0)
-            if not found:
-                dtypes = [x.dtype for x in made]
-                found = [_begun(x, kinds, batch, rows) for x, kinds in zip(made, tiles.outputs, strict=True)]
-            for out, x, kinds in zip(found, made, tiles.outputs, strict=True):
+            new = body(given, 0)
+            if not result:
+                dtypes = [x.dtype for x in new]
+                result = [_begun(x, kinds, batch, rows) for x, kinds in zip(new, tiles.outputs, strict=True)]
+            for out, x, kinds in zip(result, new, tiles.outputs, strict=True):
                 if _has_rows(kinds):
                     _cut(out, kinds, rows, at).copy_(x)
                 else:
                     out.add_(x)
-            del made
-        return [x.to(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+            del new
+        return [x.to(dtype) for x, dtype in zip(result, dtypes, strict=True)]
 
     return run
 

@@ -88,14 +88,14 @@ class Runner:
         module: nn.Module,
         place: RankPlace,
         seed: int,
-        whole_mesh: DeviceMesh | None = None,
+        full_mesh: DeviceMesh | None = None,
         like: Runner | None = None,
     ) -> None:
         """like: another program of the same parameters on the same mesh, whose transports, heartbeat and
         clock are shared."""
         self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
         #: of all ranks, with the pp axis
-        self.place_mesh = whole_mesh or place.mesh
+        self.place_mesh = full_mesh or place.mesh
         self.clock: DropoutClock = DropoutClock() if like is None else like.clock
         #: what the loss of a step is multiplied by before backward
         self.loss_scale: torch.Tensor | None = None
@@ -262,7 +262,7 @@ class Runner:
     # -- values ------------------------------------------------------------------------------------
 
     def _part(self, x: torch.Tensor, port: Port) -> torch.Tensor:
-        """The rank's part of a whole tensor, where that is."""
+        """The rank's part of a full tensor, where that is."""
         layout = self.program.lowered.values[port.name].layout
         return shard_tensor(x.detach(), layout, self.shape.sizes, self.coords).contiguous()
 
@@ -273,8 +273,8 @@ class Runner:
         """The rank's shard of a full parameter, as a DTensor parameter."""
         layout = self.program.lowered.values[port.name].layout
         trained = port.target not in self.program.signature.frozen
-        made = self.parameter_as(self._part(x, port), layout, port.type.shape)
-        return nn.Parameter(made, requires_grad=trained)
+        new = self.parameter_as(self._part(x, port), layout, port.type.shape)
+        return nn.Parameter(new, requires_grad=trained)
 
     def part_of(self, x: torch.Tensor, port: Port) -> torch.Tensor:
         """The rank's part of a full parameter, of any type, in the type that the model has."""
@@ -380,7 +380,7 @@ class Runner:
         )
 
     def shard_state(self, state: dict[str, Any], prefix: str) -> None:
-        """Replace whole parameters in a state dict by DTensors, in place, and drop what other ranks hold."""
+        """Replace full parameters in a state dict by DTensors, in place, and drop what other ranks hold."""
         ports = {p.target: p for p in self.params}
         owners = dict(self.program.signature.tied)
         for other in self._ports:
@@ -391,12 +391,12 @@ class Runner:
                 ):
                     state.pop(prefix + name, None)
         for name in [*ports, *owners]:
-            port, found = ports.get(owners.get(name, name)), state.get(prefix + name)
-            if port is None or not isinstance(found, torch.Tensor) or isinstance(found, DTensor):
+            port, result = ports.get(owners.get(name, name)), state.get(prefix + name)
+            if port is None or not isinstance(result, torch.Tensor) or isinstance(result, DTensor):
                 continue
-            if tuple(found.shape) == port.type.shape:
+            if tuple(result.shape) == port.type.shape:
                 layout = self.program.lowered.values[port.name].layout
-                state[prefix + name] = self.parameter_as(self._part(found, port), layout, port.type.shape)
+                state[prefix + name] = self.parameter_as(self._part(result, port), layout, port.type.shape)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -501,19 +501,19 @@ class Runner:
         rows: of the batch that ranks get back where they call with their own.
         """
         batch = {p.type.shape[0] for p in self.inputs if p.target in self.program.signature.batch_inputs}
-        found = {}
+        results = {}
         for result in self.program.signature.results:
             if result.kind == "output":
                 placed = self.program.lowered.values[result.value]
                 local = env[result.value]
                 shape = placed.type.shape
                 batched = bool(shape) and shape[0] in batch
-                found[int(result.target)] = (
+                results[int(result.target)] = (
                     ShardedOutput.of(self.placed(local, result.value), rows if batched else None)
                     if shape
                     else local.clone()
                 )
-        return [found[k] for k in sorted(found)]
+        return [results[k] for k in sorted(results)]
 
     def placed(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of a value as a DTensor."""
@@ -523,19 +523,19 @@ class Runner:
         """How a value lies whose part on this rank is ``local``."""
         if name not in self._specs:
             placed = self.program.lowered.values[name]
-            made = as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
-            self._specs[name] = self._one(spec_of(made))
+            new = as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+            self._specs[name] = self._one(spec_of(new))
         return self._specs[name]
 
     def gradient(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of the gradient of a parameter, where parameters live."""
         if not self.program.offload.parameters:
-            made = self.placed(local, name)
+            new = self.placed(local, name)
         else:
             placed = self.program.lowered.values[name]
             host = host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape)
-            made = self._alike_dtensor(host)
-        return made if self.agree is None else agreeing(made, self.agree)
+            new = self._alike_dtensor(host)
+        return new if self.agree is None else agreeing(new, self.agree)
 
     def update_buffers(self, env: dict[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.
@@ -563,15 +563,15 @@ class Runner:
             self.run(env, (0, phase, 0))
         if env.nans is not None:
             env.nans.check(self)
-        found: Parts = {}
+        results: Parts = {}
         given: set[str] = set()
         for result in self.program.signature.results:
             if result.kind in ("grad", "input_grad"):
                 # two parameters may have the same gradient, which each may change in place
                 part = env[result.value].clone() if result.value in given else env[result.value]
                 given.add(result.value)
-                found[result.kind, result.target] = part, result.value
-        return found
+                results[result.kind, result.target] = part, result.value
+        return results
 
     def gradients(self, parts: Parts) -> dict[tuple[str, str], DTensor]:
         """Gradients by kind and target."""

@@ -44,9 +44,9 @@ def remember(members: Members) -> None:
 def carry_marks(source: nn.Module, target: nn.Module) -> None:
     """Parameters of a copy are members of what their originals are members of."""
     for old, new in zip(source.parameters(), target.parameters(), strict=True):
-        found = membership_of(old)
-        if found is not None:
-            join(new, found)
+        result = membership_of(old)
+        if result is not None:
+            join(new, result)
 
 
 def rank_holders(runner: Runner, port: str) -> tuple[int, ...]:
@@ -72,11 +72,11 @@ def _groups(runner: Runner, pipe_ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """For every place inside a stage, the group of these pipeline ranks; this rank's own (or any other)."""
     program = runner.program
     assert program.stages is not None
-    whole, at = Mesh.parse(program.whole_mesh), program.stages.position
-    inner = [range(size) for k, size in enumerate(whole.sizes) if k != at]
+    full, at = Mesh.parse(program.full_mesh), program.stages.position
+    inner = [range(size) for k, size in enumerate(full.sizes) if k != at]
     enumerated = []
     for place in product(*inner):
         coords = [[*place[:at], k, *place[at:]] for k in pipe_ranks]
-        enumerated.append([runner.place.order[whole.rank(c)] for c in coords])
+        enumerated.append([runner.place.order[full.rank(c)] for c in coords])
     own, _ = dist.new_subgroups_by_enumeration(enumerated)
     return own

@@ -80,11 +80,11 @@ class SizedPrograms:
         if alike.template is not None:
             sizes = alike.template.sizes_of(shapes)
             try:
-                made = None if sizes is None else alike.template.at(sizes)
+                new = None if sizes is None else alike.template.at(sizes)
             except NotAlikeError:
-                made = None
-            if made is not None and _divides(made):
-                return made
+                new = None
+            if new is not None and _divides(new):
+                return new
         compiled = self._compiled(module, inputs)
         alike.unsuited = compiled is None
         return compiled
@@ -109,9 +109,9 @@ class SizedPrograms:
             shapes = {k: tuple(x.shape) for k, x in enumerate(micro) if isinstance(x, torch.Tensor)}
             if not self._inputs_divide(shapes) or not conditions.hold(shapes):
                 continue
-            made = self._compiled(module, pytree.tree_unflatten(micro, spec), total // batch)
-            if made is not None:
-                return made
+            new = self._compiled(module, pytree.tree_unflatten(micro, spec), total // batch)
+            if new is not None:
+                return new
         return None
 
     def _conditions_of(self, module: nn.Module) -> SharedConditions | None:
@@ -120,8 +120,8 @@ class SizedPrograms:
         return self._conditions
 
     def _compiled(self, module: nn.Module, inputs: Inputs, microbatches: int = 1) -> Program | None:
-        made = self.captured.resized(module, inputs, microbatches)
-        return made if made is not None and _divides(made) else None
+        new = self.captured.resized(module, inputs, microbatches)
+        return new if new is not None and _divides(new) else None
 
     def _template(
         self,
@@ -148,9 +148,9 @@ class SizedPrograms:
                     resized[position] = torch.zeros(shape, dtype=x.dtype, device="meta")
             if not conditions.hold({k: tuple(resized[k].shape) for k in shapes}):
                 continue
-            made = self._compiled(module, pytree.tree_unflatten(resized, spec))
-            if made is not None:
-                programs.append(made)
+            new = self._compiled(module, pytree.tree_unflatten(resized, spec))
+            if new is not None:
+                programs.append(new)
             if len(programs) == _ENOUGH:
                 break
         if len(programs) < _ENOUGH:

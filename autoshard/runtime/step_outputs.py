@@ -1,4 +1,4 @@
-"""What a model returns for the batch of a whole step: outputs of all microbatches, from the stages that make
+"""What a model returns for the batch of a full step: outputs of all microbatches, from the stages that make
 them."""
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def step_outputs(stepper: Stepper, module: nn.Module, leaves: Sequence[Any], ign
                 hint="leave it out by its name, or return it for each sequence",
             )
     loss, parts = stepper.evaluate(module, leaves, wanted)
-    found = {
+    result = {
         k: loss if str(k) == loss_position else torch.empty(0) if k in left else _whole(stepper, v, parts)
         for k, v in values.items()
     }
-    return runner.returned([found[k] for k in sorted(found)])
+    return runner.returned([result[k] for k in sorted(result)])
 
 
 def _left_out(runner: Runner, names: Collection[str]) -> set[int]:
@@ -56,17 +56,17 @@ def _left_out(runner: Runner, names: Collection[str]) -> set[int]:
 
 
 def _whole(stepper: Stepper, value: str, parts: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
-    """An output of the whole batch, from the stage that makes it."""
+    """An output of the full batch, from the stage that makes it."""
     program, device = stepper.program, stepper.runner.device
     type_ = program.lowered.values[value].type
     shape = type_.shape
     if value in parts:
-        whole = torch.cat(list(parts[value])) if shape else parts[value][0]
+        full = torch.cat(list(parts[value])) if shape else parts[value][0]
     else:
         rows = (shape[0] * program.microbatches, *shape[1:]) if shape else ()
-        whole = torch.empty(rows, dtype=torch_dtype(type_.dtype), device=device)
+        full = torch.empty(rows, dtype=torch_dtype(type_.dtype), device=device)
     if stepper.pipe is not None:
         source = stepper.source_of(value)
         with collective(f"an output from rank {source}", stepper.watch):
-            dist.broadcast(whole.contiguous(), source, group=stepper.pipe)
-    return whole
+            dist.broadcast(full.contiguous(), source, group=stepper.pipe)
+    return full

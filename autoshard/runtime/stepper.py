@@ -1,6 +1,6 @@
-"""A whole training step of a program: all its microbatches, through all stages of this rank.
+"""A full training step of a program: all its microbatches, through all stages of this rank.
 
-Losses and gradients are added up over the microbatches, whose parts make those of the whole batch
+Losses and gradients are added up over the microbatches, whose parts make those of the full batch
 (`passes/simplify/batch_terms.py`); gradients before they are reduced over ranks: in float32 if they are of
 half precision.
 """
@@ -183,27 +183,27 @@ class _StepRun:
         self.outputs: dict[str, list[torch.Tensor]] = {}
 
     def _gather(self) -> None:
-        """Make what lasts for the whole step, of the parameters as they are now."""
+        """Make what lasts for the full step, of the parameters as they are now."""
         runner = self.runner
         for stage in sorted(runner.place.stages):
-            made = runner.rank_program.made_by((stage, "gather", 0))
-            if made:
+            new = runner.rank_program.made_by((stage, "gather", 0))
+            if new:
                 env = runner.entry(self.taken, self.calls[0], seed=self.seeds[0])
                 runner.run(env, (stage, "gather", 0))
-                self.gathered.update((value, env[value]) for value in made)
+                self.gathered.update((value, env[value]) for value in new)
             self._count(stage)
 
     def _count(self, stage: int) -> None:
         """Add up what a stage counts in all microbatches."""
-        made, uses = self.stepper.counted[stage]
-        found: list[list[torch.Tensor]] = []
-        for inputs, seed in zip(self.calls, self.seeds, strict=True) if made else ():
+        new, uses = self.stepper.counted[stage]
+        result: list[list[torch.Tensor]] = []
+        for inputs, seed in zip(self.calls, self.seeds, strict=True) if new else ():
             env = self.runner.entry((), inputs, only=uses, seed=seed)
             self.runner.enter_buffers(env, self.buffers, stage)
             self.runner.run(env, (stage, "count", 0))
-            found.append([env[value] for value in made])
-        totals = [sum(row[1:], row[0]) for row in zip(*found, strict=True)]
-        self.gathered.update(zip(made, totals, strict=bool(found)))
+            result.append([env[value] for value in new])
+        totals = [sum(row[1:], row[0]) for row in zip(*result, strict=True)]
+        self.gathered.update(zip(new, totals, strict=bool(result)))
 
     def recorded(
         self, calls: Sequence[Sequence[torch.Tensor]], seeds: Sequence[torch.Tensor]
@@ -270,8 +270,8 @@ class _StepRun:
             self.losses.append(env[self.loss_value].detach().float())
         for value in self.wanted:
             if action.stage == self.stepper.made.get(value, (0,))[0]:
-                whole = self.runner.placed(env[value], value).full_tensor()
-                self.outputs.setdefault(value, []).append(whole)
+                full = self.runner.placed(env[value], value).full_tensor()
+                self.outputs.setdefault(value, []).append(full)
         self.runner.update_buffers(env, self.buffers)
 
     def _accumulate(self, env: Values, stage: int) -> None:
@@ -279,20 +279,20 @@ class _StepRun:
         totals: list[torch.Tensor] = []
         terms: list[torch.Tensor] = []
         for value in self.stepper.accumulated[stage]:
-            found = env.pop(value, None)
-            if found is None:
+            result = env.pop(value, None)
+            if result is None:
                 continue
             key = (stage, value)
             known = self.sums.get(key)
             if known is None:
-                half = found.dtype in _HALF and self.stepper.terms > 1
-                self.sums[key] = found.float() if half else found
+                half = result.dtype in _HALF and self.stepper.terms > 1
+                self.sums[key] = result.float() if half else result
             elif key in self.owned:
                 totals.append(known)
-                terms.append(found)
+                terms.append(result)
             else:
                 # the first may lie in the memory of another value: a sum of its own costs no more
-                self.sums[key] = known + found
+                self.sums[key] = known + result
                 self.owned.add(key)
         if totals:
             torch._foreach_add_(totals, terms)
@@ -320,7 +320,7 @@ class _StepRun:
             self.runner.run(values, (stage, "reduce", 0))
         owned = {p.target: p for p in self.runner.params}
         given: set[int] = set()
-        found: Parts = {}
+        results: Parts = {}
         for result in self.program.signature.results:
             if result.kind != "grad" or result.target not in owned:
                 continue
@@ -330,8 +330,8 @@ class _StepRun:
                 # two parameters may have the same gradient, and each must own its memory
                 grad = grad.clone() if id(grad) in given else grad
                 given.add(id(grad))
-                found["grad", result.target] = grad, result.value
-        return found
+                results["grad", result.target] = grad, result.value
+        return results
 
     def _over_stages(self, parts: Sequence[torch.Tensor], value: str, port: str) -> torch.Tensor | None:
         """The sum over all stages that hold a parameter."""
@@ -351,8 +351,8 @@ class _StepRun:
         """Hand gradients to the parameters."""
         for (_, target), part in parts.items():
             parameter = self.parameters[target]
-            made = run_gradient_hooks(parameter, self.runner.gradient(*part))
-            parameter.grad = made if parameter.grad is None else parameter.grad + made
+            new = run_gradient_hooks(parameter, self.runner.gradient(*part))
+            parameter.grad = new if parameter.grad is None else parameter.grad + new
             run_post_accumulate_hooks(parameter)
 
     def loss(self, trained: bool = True) -> torch.Tensor:

@@ -38,9 +38,9 @@ class FunctionText:
 
     def name(self, thing: Any) -> str:
         """A name for something that the steps take as it is."""
-        made = f"c{len(self.names)}"
-        self.names[made] = thing
-        return made
+        new = f"c{len(self.names)}"
+        self.names[new] = thing
+        return new
 
     def unpack(self, slots: Sequence[int], what: str) -> None:
         self.lines.append(f"[{', '.join(f'v{slot}' for slot in slots)}] = {what}")
@@ -88,8 +88,8 @@ class FunctionText:
         lines = [*self.lines, f"return ({''.join(f'v{slot}, ' for slot in outputs)})"]
         text = "def segment(args, site):\n" + "".join(f"    {line}\n" for line in lines)
         exec(compile(text, SEGMENT, "exec"), self.names)
-        made: SegmentCode = self.names["segment"]
-        return made
+        new: SegmentCode = self.names["segment"]
+        return new
 
 
 def _gives_a_tensor(fn: Callable[..., Any]) -> bool:

@@ -22,8 +22,8 @@ from autoshard.runtime.optim.host_optimizer import HostOptimizer
 class StepReport:
     """One optimizer step.
 
-    loss: of its whole batch. grad_norm: before clipping, None if not clipped. seconds: of the
-    whole step.
+    loss: of its full batch. grad_norm: before clipping, None if not clipped. seconds: of the
+    full step.
     """
 
     step: int
@@ -44,7 +44,7 @@ def train(
     """Train with AdamW; feed gives the batch of a step, of global shape, all its microbatches together.
 
     Where the program runs several microbatches a step, the batch is cut into so many equal parts along dim 0,
-    with one clipping and one optimizer step at the end. Losses and gradients are those of the whole batch,
+    with one clipping and one optimizer step at the end. Losses and gradients are those of the full batch,
     unless `compile` warned of what every microbatch computes by itself.
     Raises UsageError if the model returns no loss, or the batch has another size.
     """
@@ -113,18 +113,18 @@ def feed_of(
 def vocabulary_of(model: nn.Module) -> int | None:
     """How many tokens a model knows, None if it does not say."""
     config = getattr(model, "config", None)
-    found = getattr(config, "vocab_size", None)
-    if isinstance(found, int):
-        return found
+    result = getattr(config, "vocab_size", None)
+    if isinstance(result, int):
+        return result
     text = getattr(config, "get_text_config", None)
     return getattr(text(), "vocab_size", None) if callable(text) else None
 
 
 def parameter_bytes(model: nn.Module) -> tuple[int, int]:
-    """(bytes of parameters on this rank, bytes of the whole model)."""
-    held = whole = 0
+    """(bytes of parameters on this rank, bytes of the full model)."""
+    held = full = 0
     for p in model.parameters():
         local = p.to_local() if isinstance(p, DTensor) else p
         held += local.numel() * local.element_size()
-        whole += p.numel() * p.element_size()
-    return held, whole
+        full += p.numel() * p.element_size()
+    return held, full

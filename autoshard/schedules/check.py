@@ -148,8 +148,8 @@ def _check_runs(schedule: Schedule) -> None:
                 if not split[here]:
                     break
             else:
-                whole = forward[here - action.slice + behind]
-                if not whole or (action.stage < last and not backward[here + m]):
+                full = forward[here - action.slice + behind]
+                if not full or (action.stage < last and not backward[here + m]):
                     break
                 backward[here] = 1
                 split[here] = action.kind == "I"

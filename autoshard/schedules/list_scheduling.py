@@ -35,9 +35,9 @@ class Rule:
     patience: float = 0.0
 
     def __str__(self) -> str:
-        whole = self.order if self.split else self.order.replace("W", "").replace("I", "B")
+        full = self.order if self.split else self.order.replace("W", "").replace("I", "B")
         sides = "late" if self.late_forward else "early", "late" if self.late_backward else "early"
-        return f"{whole}, {sides[0]} forward, {sides[1]} backward, patience {self.patience:g}"
+        return f"{full}, {sides[0]} forward, {sides[1]} backward, patience {self.patience:g}"
 
 
 class ListScheduler:
@@ -134,19 +134,19 @@ class _Run:
 
     def choices(self, rank: int) -> list[tuple[tuple[int, int], str, int, float]]:
         """What a rank could do next: its priority (small is good), kind, stage, and when it may start."""
-        found: list[tuple[tuple[int, int], str, int, float]] = []
+        result: list[tuple[tuple[int, int], str, int, float]] = []
         rule, given, m = self.rule, self.given, self.given.microbatches
         for stage in given.local[rank]:
             f, i, w = self.done["F"][stage], self.done["I"][stage], self.done["W"][stage]
             if f < m and self.inputs[stage][f] >= 0.0 and self.fits(rank, stage):
                 side = -stage if rule.late_forward else stage
-                found.append(((self.rank_of_kind["F"], side), "F", stage, self.inputs[stage][f]))
+                result.append(((self.rank_of_kind["F"], side), "F", stage, self.inputs[stage][f]))
             if i < f and self.grads[stage][i] >= 0.0:
                 side = -stage if rule.late_backward else stage
-                found.append(((self.rank_of_kind["I"], side), "I", stage, self.grads[stage][i]))
+                result.append(((self.rank_of_kind["I"], side), "I", stage, self.grads[stage][i]))
             if rule.split and w < i:
-                found.append(((self.rank_of_kind["W"], w), "W", stage, 0.0))
-        return found
+                result.append(((self.rank_of_kind["W"], w), "W", stage, 0.0))
+        return result
 
     def fits(self, rank: int, stage: int) -> bool:
         """Whether a forward of a stage leaves the room that later stages of the rank need."""
@@ -198,16 +198,16 @@ class _Refill(_Run):
         self.at = [0] * given.ranks
 
     def choices(self, rank: int) -> list[tuple[tuple[int, int], str, int, float]]:
-        found: list[tuple[tuple[int, int], str, int, float]] = []
+        result: list[tuple[tuple[int, int], str, int, float]] = []
         if self.at[rank] < len(self.order[rank]):
             action = self.order[rank][self.at[rank]]
             time = (self.inputs if action.kind == "F" else self.grads)[action.stage][action.microbatch]
             if time >= 0.0 and (action.kind != "F" or self.fits(rank, action.stage)):
-                found.append(((0, 0), action.kind, action.stage, time))
+                result.append(((0, 0), action.kind, action.stage, time))
         for stage in self.given.local[rank]:
             if self.done["W"][stage] < self.done["I"][stage]:
-                found.append(((1, self.done["W"][stage]), "W", stage, 0.0))
-        return found
+                result.append(((1, self.done["W"][stage]), "W", stage, 0.0))
+        return result
 
     def fits(self, rank: int, stage: int) -> bool:
         taken = self.held[rank] + self.given.costs.held[stage]

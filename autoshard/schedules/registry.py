@@ -28,10 +28,10 @@ def default_chunks(name: str) -> int:
 def tried(*, ahead: bool = False) -> dict[str, tuple[int, ...]]:
     """Schedule -> chunks that the planner tries. ahead: also those whose microbatches are under way before
     anyone waits for one, at the price of memory: for ranks that are joined by unlike links."""
-    found = {name: spec.tried for name, spec in SCHEDULES.items() if spec.tried}
+    result = {name: spec.tried for name, spec in SCHEDULES.items() if spec.tried}
     if ahead:
-        found |= {name: spec.tried_ahead for name, spec in SCHEDULES.items() if spec.tried_ahead}
-    return found
+        result |= {name: spec.tried_ahead for name, spec in SCHEDULES.items() if spec.tried_ahead}
+    return result
 
 
 def of_published(name: str) -> str | None:
@@ -54,7 +54,7 @@ def lookup(name: str) -> ScheduleSpec:
 def check_slices(name: str, slices: int) -> None:
     """Raises UsageError for an unknown name, or more than one slice where the schedule has no slices."""
     if slices != 1 and not lookup(name).sliced:
-        able = ", ".join(n for n, found in SCHEDULES.items() if found.sliced)
+        able = ", ".join(n for n, result in SCHEDULES.items() if result.sliced)
         raise UsageError(
             f"{name} does not divide sequences, and slices={slices} was asked for",
             where=f"schedule {name}",
@@ -72,9 +72,9 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int 
 
     Raises UsageError for an unknown name, a size below 1, or chunks or slices that the schedule cannot have.
     """
-    found = lookup(name)
+    result = lookup(name)
     check_slices(name, slices)
-    return found.make(ranks, microbatches, chunks, *((slices,) if found.sliced else ()))
+    return result.make(ranks, microbatches, chunks, *((slices,) if result.sliced else ()))
 
 
 def ideal_bubble(name: str, size: PipeSize, times: StepTimes | None = None) -> float | None:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from autoshard.schedules.steps import ScheduledAction, steps_of
 
-#: forward, whole backward, its input-gradient part, its weight-gradient part
+#: forward, full backward, its input-gradient part, its weight-gradient part
 Kind = Literal["F", "B", "I", "W"]
 
 

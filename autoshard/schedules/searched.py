@@ -184,8 +184,8 @@ def _candidates(
                 best = seconds, str(rule), schedule
     refillable += [best[1:]] if best else []
     for (origin, schedule), patience in product(refillable, PATIENCE):
-        again, seconds = scheduler.refilled(schedule, patience)
-        yield f"{origin}; refilled, patience {patience:g}", again, seconds
+        repeated, seconds = scheduler.refilled(schedule, patience)
+        yield f"{origin}; refilled, patience {patience:g}", repeated, seconds
 
 
 SEARCHED = ScheduleSpec(

@@ -71,7 +71,7 @@ class ScheduleSpec:
     that it needs, None for any; default_chunks: where nobody says. bubble: idle seconds per rank, for equal
     stages and sends that take no time; None where there is no formula. filling: how many microbatches a rank
     could compute while it waits, with backward twice forward and half of it for weights. in_flight:
-    microbatches that the rank which holds most of them keeps for backward, in whole stages' worth. tried:
+    microbatches that the rank which holds most of them keeps for backward, in full stages' worth. tried:
     chunks that the planner tries; tried_ahead: where links between ranks are unlike, too. v_shaped: stages go
     down the ranks and back up. splits_backward: gradients of parameters are made apart from those of
     activations. sliced: whether the sequence may be divided. also: other names in published runs.

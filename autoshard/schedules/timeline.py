@@ -50,8 +50,8 @@ class StageCosts:
     @cached_property
     def changes(self) -> dict[Kind, list[float]]:
         """Bytes that every kind of action adds to what is in flight, per stage or slice of one."""
-        made = self.made_weight or (0.0,) * len(self.held)
-        kept = [a + b for a, b in zip(self.held_weight, made, strict=True)]
+        new = self.made_weight or (0.0,) * len(self.held)
+        kept = [a + b for a, b in zip(self.held_weight, new, strict=True)]
         return {
             "F": list(self.held),
             "B": [-h for h in self.held],
@@ -72,14 +72,14 @@ class StageCosts:
         held: float = 1.0,
         slices: int = 1,
     ) -> StageCosts:
-        """Equal stages. Seconds and bytes are those of a whole rank: its chunks and slices have equal shares.
+        """Equal stages. Seconds and bytes are those of a full rank: its chunks and slices have equal shares.
 
-        A whole backward takes as long as its two parts; a send takes `send` seconds whatever the chunks.
+        A full backward takes as long as its two parts; a send takes `send` seconds whatever the chunks.
         All of `held` is kept until the weight gradient. No base, no update.
         """
         n, parts = ranks * chunks * slices, chunks * slices
-        whole = backward_input + backward_weight
-        f, b, i, w, h = ((x / parts,) * n for x in (forward, whole, backward_input, backward_weight, held))
+        full = backward_input + backward_weight
+        f, b, i, w, h = ((x / parts,) * n for x in (forward, full, backward_input, backward_weight, held))
         sends, nothing = (send,) * (n - slices), (0.0,) * ranks
         return cls(f, b, i, w, sends, sends, held=h, held_weight=h, base=nothing, update=nothing)
 
@@ -223,14 +223,14 @@ def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
     if schedule.slices > 1:
         return 0.0
     owner = schedule.owner
-    whole = back = costs.backward
+    full = back = costs.backward
     if schedule.splits_backward:  # some stages may split it, others not
         parts = [a + b for a, b in zip(costs.backward_input, costs.backward_weight, strict=True)]
-        whole = tuple(min(pair) for pair in zip(costs.backward, parts, strict=True))
+        full = tuple(min(pair) for pair in zip(costs.backward, parts, strict=True))
         back = tuple(min(pair) for pair in zip(costs.backward, costs.backward_input, strict=True))
-    each = [f + b for f, b in zip(costs.forward, whole, strict=True)]
+    each = [f + b for f, b in zip(costs.forward, full, strict=True)]
     sent = [float(a != b) for a, b in pairwise(owner)]  # between stages of one rank nothing is sent
-    found = [0.0]
+    result = [0.0]
     for rank, row in enumerate(schedule.actions):
         if not row:
             continue
@@ -240,8 +240,8 @@ def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
         down = sum(costs.forward[s] + sent[s] * costs.send_forward[s] for s in above)
         above = range(last.stage if last.kind in "BI" else 0)
         up = sum(back[s] + sent[s] * costs.send_backward[s] for s in above)
-        found.append(down + work + up + costs.update[owner[0] if above else rank])
-    return max(found) / (costs.sharing.alone if costs.sharing is not None else 1.0)
+        result.append(down + work + up + costs.update[owner[0] if above else rank])
+    return max(result) / (costs.sharing.alone if costs.sharing is not None else 1.0)
 
 
 def peak_bytes(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
@@ -328,9 +328,9 @@ def _play(
     if costs.sharing is not None:
         shared = share(steps, costs.sharing, costs.update, wires)
         _check_done(schedule, [len(row) for row in shared.ends])
-        for given, made in ((starts, shared.starts), (through, shared.ends)):
+        for given, new in ((starts, shared.starts), (through, shared.ends)):
             if given is not None:
-                given[:] = map(list, made)
+                given[:] = map(list, new)
         return list(shared.done)
     clock, at = [0.0] * schedule.ranks, [0] * schedule.ranks
     blocked = bytearray(schedule.ranks)

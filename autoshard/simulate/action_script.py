@@ -82,13 +82,13 @@ class _Writing:
         self.make("ahead", ahead)
         for k, (number, item) in enumerate(self.items):
             self.arrive(frozenset(uses_of(item)))
-            made = [self.storage[v] for v in item.outs]
+            new = [self.storage[v] for v in item.outs]
             if isinstance(item, Call):
                 held = frozenset[Storage]() if self.kind == "F" else there
                 here = [own for own in self.dying.get(k, ()) if own[0] in self.live or own in held]
                 moved = self.transients.moved(item, self.storage, here)
-                self.call(number, item, {own[0] for own in made} | self.kept, moved)
-            for own in made:
+                self.call(number, item, {own[0] for own in new} | self.kept, moved)
+            for own in new:
                 if own not in there:
                     self.make_storage(own)
             if not isinstance(item, Call):
@@ -172,14 +172,14 @@ class _Writing:
         # what is on its way brings nothing that this needs
         outer = {sent.block: sent.message.outs for sent in self.way}
         self.way = [replace(s, message=replace(s.message, outs=frozenset())) for s in self.way]
-        made: list[Hashable] = []
+        new: list[Hashable] = []
         rows = self.writer.rows(call.segment, lying)
         gone = gone_after(rows, moved)
         for k, row in enumerate(rows):
             self.arrive(row.needs, row.turn)
             for value, size in row.makes:
                 self.make((number, value), size)
-                made.append((number, value))
+                new.append((number, value))
             if not row.taken.stored:
                 self.issue(row.taken)
             self.brief(row.loss)
@@ -191,7 +191,7 @@ class _Writing:
                 self.gone.add(own)
             if row.taken.stored:  # counts once the op has ended
                 self.issue(row.taken)
-        for name in made:
+        for name in new:
             if name in self.live and name not in stays:
                 self.drop(name)
         self.way = [

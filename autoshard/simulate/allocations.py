@@ -84,9 +84,9 @@ class _Log:
             self.out.append((self._next, size))
 
     def drop(self, name: Hashable) -> None:
-        found = self.blocks.pop(name, None)
-        if found is not None:
-            self.out.append((found[0], None))
+        result = self.blocks.pop(name, None)
+        if result is not None:
+            self.out.append((result[0], None))
 
     def rename(self, name: Hashable, new: Hashable, size: float) -> None:
         """The same block by another name if it has that size, another block if not."""
@@ -161,7 +161,7 @@ class _Rank:
 
     def _action(self, action: Action, missing: set[int]) -> None:
         stage, kind, batch, log = action.stage, action.kind, action.microbatch, self.log
-        made = self._play(self._script(stage, kind), {}, batch)
+        new = self._play(self._script(stage, kind), {}, batch)
         if kind in "BW" and stage in missing:
             missing.discard(stage)
             for value in self.totals[stage]:
@@ -173,7 +173,7 @@ class _Rank:
             own = self._of_input if kind == "I" else self._of_forward
             stays = {(batch, name): size for name, size in own[stage]}
         held = () if kind == "F" else (*self._of_forward[stage], *self._of_input[stage])
-        for name in (*made, *((batch, name) for name, _ in held)):
+        for name in (*new, *((batch, name) for name, _ in held)):
             if name not in stays:
                 log.drop(name)
         for name, size in stays.items():

@@ -30,9 +30,9 @@ class Behaviour:
     attention: ``flash`` keeps no scores (Dao et al., NeurIPS 2022), ``unfused`` runs a product, a softmax
     with its dropout and a product, and keeps the scores for backward. attention_native: whether the
     kernel of ``flash`` is written for the device; torch's and flash-attn 2 are for Ampere.
-    attention_reach: what it reaches of the rate of flash-attn 2. attention_again: whether backward
+    attention_reach: what it reaches of the rate of flash-attn 2. recomputes_scores: whether backward
     computes the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5);
-    nothing with ``flash``. whole_recompute: whether a layer that is computed again is so to its end,
+    nothing with ``flash``. full_recompute: whether a layer that is recomputed is so to its end,
     needed or not. keeps: what forward keeps for backward; with ``ops``, backward runs every second
     product of a layer again. fused: whether chains of pointwise ops are single kernels; fused_bytes:
     whether what stays inside them then takes no memory, which a compiler does not promise. norm_reads: how
@@ -43,7 +43,7 @@ class Behaviour:
     program. gradient_buffers: whether gradients lie in buffers of the recipe's width that are there all
     the time and are reduced in place, or in tensors that backward makes. sum_bytes: per element of a
     gradient, moved to add it to those of the microbatches before; None: as our runtime, which reads it
-    and reads and writes the sum, if there are several microbatches. whole_parameters: whether the part of
+    and reads and writes the sum, if there are several microbatches. full_parameters: whether the part of
     a parameter that a rank updates lies in the gathered parameter, where that stays gathered. stand_ins:
     whether a tensor of every shape that weights of layers have stands in for gradients that went to
     buffers. step_bytes: per element that a rank updates, of what the update makes and frees.
@@ -76,8 +76,8 @@ class Behaviour:
     attention: Literal["flash", "unfused"] = "flash"
     attention_native: bool = False
     attention_reach: float = 1.0
-    attention_again: bool = False
-    whole_recompute: bool = False
+    recomputes_scores: bool = False
+    full_recompute: bool = False
     keeps: Keeps = "program"
     fused: bool = False
     fused_bytes: bool = False
@@ -88,7 +88,7 @@ class Behaviour:
     gradient_dtype: str = ""
     gradient_buffers: bool = False
     sum_bytes: float | None = None
-    whole_parameters: bool = False
+    full_parameters: bool = False
     stand_ins: bool = False
     step_bytes: float = 0.0
     gradients_overlap: bool = False

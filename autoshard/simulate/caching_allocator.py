@@ -148,12 +148,12 @@ class CachingAllocator:
         if self.expandable:
             return self._grown(size, small)
         if small:
-            whole = _SMALL_SEGMENT
+            full = _SMALL_SEGMENT
         else:
-            whole = _MIDDLE_SEGMENT if size < _MIDDLE else ceil(size / _LARGE) * _LARGE
-        self._reserve(whole)
+            full = _MIDDLE_SEGMENT if size < _MIDDLE else ceil(size / _LARGE) * _LARGE
+        self._reserve(full)
         self._next += 1
-        return _Block(self._next << 48, whole, small)
+        return _Block(self._next << 48, full, small)
 
     def _grown(self, size: int, small: bool) -> _Block:
         last = self._last[small]

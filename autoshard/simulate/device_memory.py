@@ -113,11 +113,11 @@ def _used(peaks: Peaks) -> dict[tuple[str, ...], set[str]]:
     called = dict.fromkeys(item.segment for item in lowered.main if isinstance(item, Call))
     nodes = [item for item in lowered.main if isinstance(item, Node)]
     nodes += [node for name in called for node in lowered.segments[name].graph.nodes]
-    found: dict[tuple[str, ...], set[str]] = {}
+    result: dict[tuple[str, ...], set[str]] = {}
     for node in filter(is_message, nodes):
         if axes := tuple(axes_of(node)):
-            found.setdefault(axes, set()).add(kind_of(node))
-    return found
+            result.setdefault(axes, set()).add(kind_of(node))
+    return result
 
 
 def _extent(mesh: Mesh, axes: tuple[str, ...]) -> int:

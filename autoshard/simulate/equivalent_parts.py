@@ -18,8 +18,8 @@ def likeness(
     names: dict[str, int] = {}
 
     def number(value: str) -> tuple[int, Hashable]:
-        found = names.setdefault(value, len(names))
-        return found, marks(value)
+        result = names.setdefault(value, len(names))
+        return result, marks(value)
 
     rows: list[Hashable] = []
     for item in items:

@@ -87,7 +87,7 @@ class Estimator(Pricer):
         Of a pipeline, those of the rank that `step` is for.
         """
         lowered = self.program.lowered
-        found: dict[tuple[str, str], tuple[int, float]] = {}
+        result: dict[tuple[str, str], tuple[int, float]] = {}
         costs = {stages: self._times(stages) for stages in self._stages_of_ranks()}
         busiest = max(costs, key=lambda stages: costs[stages].compute + costs[stages].comm)
         for part, times in self._runs(busiest):
@@ -99,9 +99,9 @@ class Estimator(Pricer):
                     nodes, values = (item,), lowered.values
                 for node in filter(is_message, nodes):
                     key = (kind_of(node), "+".join(axes_of(node)))
-                    count, wire = found.get(key, (0, 0.0))
-                    found[key] = (count + times, wire + times * self.node(node, values).wire)
-        rows = [AxisTraffic(kind, axis, count, wire) for (kind, axis), (count, wire) in found.items()]
+                    count, wire = result.get(key, (0, 0.0))
+                    result[key] = (count + times, wire + times * self.node(node, values).wire)
+        rows = [AxisTraffic(kind, axis, count, wire) for (kind, axis), (count, wire) in result.items()]
         return sorted(rows, key=lambda t: (-t.wire, t.kind, t.axis))
 
     def held(self) -> ResidentBytes:

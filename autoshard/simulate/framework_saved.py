@@ -58,30 +58,30 @@ class Keeping:
         Of forward segments what they make, of backward ones what they take.
         """
         lowered = self.program.lowered
-        made: dict[str, set[str]] = {}
+        new: dict[str, set[str]] = {}
         gone: set[str] = set()
         kept_somewhere: dict[str, set[str]] = {}
         for number, keeps in self.calls.items():
             call = lowered.main[number]
             assert isinstance(call, Call)
             read = self._read[number]
-            made.setdefault(call.segment, set()).update(read)
+            new.setdefault(call.segment, set()).update(read)
             kept_somewhere.setdefault(call.segment, set()).update(keeps)
-        found = {name: frozenset(read - kept_somewhere[name]) for name, read in made.items()}
+        result = {name: frozenset(read - kept_somewhere[name]) for name, read in new.items()}
         for number in self.calls:
             call = lowered.main[number]
             assert isinstance(call, Call)
             segment = lowered.segments[call.segment]
             base = _Looks(segment.graph.nodes)
             outs = zip(call.outs, segment.graph.outputs, strict=True)
-            gone.update(outer for outer, inner in outs if base.of(inner) in found[call.segment])
+            gone.update(outer for outer, inner in outs if base.of(inner) in result[call.segment])
         taken: dict[str, set[str]] = {}
         for item in lowered.main:
-            if isinstance(item, Call) and item.segment not in found:
+            if isinstance(item, Call) and item.segment not in result:
                 inputs = [name for name, _ in lowered.segments[item.segment].graph.inputs]
                 unread = {i for i, a in zip(inputs, item.args, strict=True) if a in gone}
                 taken.setdefault(item.segment, unread).intersection_update(unread)
-        return {**found, **{name: frozenset(names) for name, names in taken.items()}}
+        return {**result, **{name: frozenset(names) for name, names in taken.items()}}
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -91,16 +91,16 @@ class Keeping:
 
     @cached_property
     def _users(self) -> Mapping[str, tuple[int, ...]]:
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for number, item in enumerate(self.program.lowered.main):
             for value in uses_of(item):
-                found.setdefault(value, []).append(number)
-        return {value: tuple(users) for value, users in found.items()}
+                result.setdefault(value, []).append(number)
+        return {value: tuple(users) for value, users in result.items()}
 
     def _is_forward(self, number: int) -> bool:
         item = self.program.lowered.main[number]
-        again = isinstance(item, Call) and bool(AGAIN.search(item.segment))
-        return again or self._phases.get(number) == "forward"
+        repeated = isinstance(item, Call) and bool(AGAIN.search(item.segment))
+        return repeated or self._phases.get(number) == "forward"
 
     @cached_property
     def _read(self) -> Mapping[int, frozenset[str]]:
@@ -108,7 +108,7 @@ class Keeping:
         return {number: self._wanted(number, ("backward", "weight", "reduce")).read for number in self.calls}
 
     def _calls(self, phases: Collection[Phase]) -> Mapping[int, frozenset[str]]:
-        found: dict[int, frozenset[str]] = {}
+        result: dict[int, frozenset[str]] = {}
         for number, item in enumerate(self.program.lowered.main):
             if not isinstance(item, Call) or not self._is_forward(number):
                 continue
@@ -117,10 +117,10 @@ class Keeping:
                 key = (item.segment, wanted)
                 if key not in self._known:
                     segment = self.program.lowered.segments[item.segment]
-                    again = AGAIN.search(item.segment) and self.keeps == "ops"
-                    self._known[key] = kept_values(segment, wanted, "kernels" if again else self.keeps)
-                found[number] = self._known[key]
-        return found
+                    repeated = AGAIN.search(item.segment) and self.keeps == "ops"
+                    self._known[key] = kept_values(segment, wanted, "kernels" if repeated else self.keeps)
+                result[number] = self._known[key]
+        return result
 
     def _wanted(self, number: int, phases: Collection[Phase]) -> SavedValues:
         lowered = self.program.lowered
@@ -128,12 +128,12 @@ class Keeping:
         assert isinstance(call, Call)
         segment = lowered.segments[call.segment]
         looks = _Looks(segment.graph.nodes)
-        results, again = set(lowered.results), bool(AGAIN.search(call.segment))
+        results, repeated = set(lowered.results), bool(AGAIN.search(call.segment))
         read: set[str] = set()
         handed: set[str] = set()
         for outer, inner in zip(call.outs, segment.graph.outputs, strict=True):
             for user in self._users.get(outer, ()):
-                if self._is_forward(user) and (again or self._phases.get(user) == "forward"):
+                if self._is_forward(user) and (repeated or self._phases.get(user) == "forward"):
                     handed.add(looks.of(inner))
                 elif self._phases.get(user) in phases:
                     read.add(looks.of(inner))
@@ -185,7 +185,7 @@ def kept_values(segment: LoweredSegment, wanted: SavedValues, keeps: Keeps) -> f
     if keeps == "compiled":
         return _least(segment, wanted, makers, looks)
     stops = _saved(nodes) if keeps == "ops" else _fed(nodes, looks)
-    found: set[str] = set()
+    result: set[str] = set()
     seen: set[str] = set()
     waiting = sorted(read)
     while waiting:
@@ -196,25 +196,25 @@ def kept_values(segment: LoweredSegment, wanted: SavedValues, keeps: Keeps) -> f
         maker = makers.get(value)
         chained = maker is not None and (keeps == "ops" or maker.op in CHAINED)
         if maker is None or not chained or value in stops or value in wanted.handed:
-            found.add(value)
+            result.add(value)
         else:
             waiting += [looks.of(name) for name in refs_of(maker)]
-    return frozenset(found)
+    return frozenset(result)
 
 
 def _saved(nodes: Iterable[Node]) -> frozenset[str]:
-    found: set[str] = set()
+    result: set[str] = set()
     products = 0
     for node in nodes:
         if node.op in attention.RULES or transfer_of(node) == "reduce_scatter":
-            found.update(node.outs)
+            result.update(node.outs)
         elif node.op in PRODUCTS:
             products += 1
-            found.update(node.outs if products % 2 else ())
-    return frozenset(found)
+            result.update(node.outs if products % 2 else ())
+    return frozenset(result)
 
 
-def products_again(segment: LoweredSegment) -> list[Node]:
+def recomputed_products(segment: LoweredSegment) -> list[Node]:
     """Products of a layer whose results are not kept by the rule ``ops``."""
     products = [n for n in segment.graph.nodes if n.op in PRODUCTS and n.op not in attention.RULES]
     return products[1::2]
@@ -232,5 +232,5 @@ def _least(
     types = segment.graph.types()
     dear = {out for out, node in makers.items() if node.op not in CHAINED} | wanted.handed
     sizes = {name: 0 if name in wanted.free else t.nbytes for name, t in types.items()}
-    found = keep_least(segment.graph, wanted.read - wanted.free, dear, looks.base.keys(), sizes)
-    return frozenset(looks.of(v) for v in found) - wanted.free
+    result = keep_least(segment.graph, wanted.read - wanted.free, dear, looks.base.keys(), sizes)
+    return frozenset(looks.of(v) for v in result) - wanted.free

@@ -51,8 +51,8 @@ def _stored(prices: StagePrices) -> Mapping[int, float]:
     """Stage -> bytes that its forward stores for one microbatch."""
     lowered = prices.program.lowered
     hosted = hosted_values(lowered)
-    found = {part.stage: 0.0 for part in lowered.parts}
+    result = {part.stage: 0.0 for part in lowered.parts}
     for part in lowered.parts:
         if part.phase == "forward":
-            found[part.stage] += sum(prices.size(v) for v in ends_of(lowered, part).makes if v in hosted)
-    return found
+            result[part.stage] += sum(prices.size(v) for v in ends_of(lowered, part).makes if v in hosted)
+    return result

@@ -35,17 +35,17 @@ def message_of(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> OnThe
         return OnTheWay(frozenset(node.outs), turn_of(node), taken, 0.0)
     given = sum(ops.nbytes(values[n]) for n in node.outs if n in values)
     spec = COLLECTIVES[node.op]
-    whole = not ops.copied(node)  # lies in memory as it is sent
+    full = not ops.copied(node)  # lies in memory as it is sent
     held = finish = 0.0
     if ops.behaviour.transport == "memory" and spec.family == "layout":
         # what is sent lies there until it arrives, and what comes is made from what the others have sent
-        made = {"all_reduce": given / ops.ways(node), "all_to_all": 2.0 * given}.get(spec.transfer, given)
-        return OnTheWay(frozenset(node.outs), turn_of(node), taken - given, made)
+        new = {"all_reduce": given / ops.ways(node), "all_to_all": 2.0 * given}.get(spec.transfer, given)
+        return OnTheWay(frozenset(node.outs), turn_of(node), taken - given, new)
     match spec.family, spec.transfer:
         case "layout", "all_gather":
-            held, finish = (taken if spec.bucket and not whole else 0.0), (0.0 if whole else given)
+            held, finish = (taken if spec.bucket and not full else 0.0), (0.0 if full else given)
         case "layout", "reduce_scatter":
-            held = 0.0 if whole else taken
+            held = 0.0 if full else taken
             if ops.behaviour.transport == "network":  # the parts of all ranks come first, then their sum
                 held, finish = held + taken - given, given
                 if taken > FEW:  # only what others send arrives

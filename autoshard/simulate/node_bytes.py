@@ -74,18 +74,18 @@ def rows_of(
     live: dict[str, float] = {}
     rows: list[NodeBytes] = []
     for k, node in enumerate(nodes):
-        made: list[tuple[str, float]] = []
+        new: list[tuple[str, float]] = []
         for out in () if node.op == STORE else node.outs:
             if out in values and out not in roots and out not in inputs and out not in fused:
                 live[out] = sheets.ops.nbytes(values[out])
-                made.append((out, live[out]))
+                new.append((out, live[out]))
         needs = frozenset(refs_of(node))
         gone = dict.fromkeys(roots.get(n, n) for n in (*refs_of(node), *node.outs))
         frees = [(n, live.pop(n)) for n in gone if n in live and last.get(n, k) <= k]
         own = loss if node.op.startswith("autoshard.xent_") else 0.0
         taken = taken_by(node, values, sheets)
         leaves = frozenset(n for n in gone if n in given and last[n] == k)
-        rows.append(NodeBytes(needs, turn_of(node), tuple(made), taken, own, tuple(frees), leaves))
+        rows.append(NodeBytes(needs, turn_of(node), tuple(new), taken, own, tuple(frees), leaves))
     return tuple(rows)
 
 
@@ -93,11 +93,11 @@ def gone_after(rows: Sequence[NodeBytes], moved: Mapping[K, frozenset[str]]) -> 
     """Number of an op -> what of ``moved`` it is the last to use. moved: names of inputs of which a call
     alone holds the storage."""
     used = {name: number for number, row in enumerate(rows) for name in row.leaves}
-    found: dict[int, list[K]] = {}
+    result: dict[int, list[K]] = {}
     for key, names in moved.items():
         if used.keys() >= names:
-            found.setdefault(max(used[name] for name in names), []).append(key)
-    return found
+            result.setdefault(max(used[name] for name in names), []).append(key)
+    return result
 
 
 def _loss(segment: LoweredSegment, sheets: Sheets) -> tuple[float, set[str]]:

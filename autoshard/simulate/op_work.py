@@ -72,12 +72,12 @@ class Ops:
     def bytes_of(self, type_: TensorType, layout: Layout) -> float:
         """Bytes of a value on the rank."""
         key = type_, layout
-        found = self._bytes.get(key)
-        if found is None:
+        result = self._bytes.get(key)
+        if result is None:
             shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
             rows = type_.existing(prod(shape)) * self.load(type_, layout)
-            found = self._bytes[key] = float(rows * DTYPES[type_.dtype][1])
-        return found
+            result = self._bytes[key] = float(rows * DTYPES[type_.dtype][1])
+        return result
 
     def load(self, type_: TensorType, layout: Layout) -> float:
         """Slots of the fullest rank over the average, 1 for other values."""
@@ -133,8 +133,8 @@ class Ops:
         if node.op in NARROWED:
             factors = [name for name in refs_of(node) if values[name].type.is_float][-2:]
             once = () if self.behaviour.narrow_weights else weights
-            made = (name for name in factors if name not in once and name not in narrow)
-            narrowed = self._narrowed(sum(self.nbytes(values[name]) for name in made), dtype)
+            new = (name for name in factors if name not in once and name not in narrow)
+            narrowed = self._narrowed(sum(self.nbytes(values[name]) for name in new), dtype)
             dtype = self.behaviour.product_dtype or dtype
             if node.op not in experts.RULES:
                 return [*narrowed, self._product(ins, outs[0], dtype)]
@@ -192,8 +192,8 @@ class Ops:
         return [MemoryWork(nbytes / DTYPES[dtype][1] * self.behaviour.narrow_bytes)]
 
     def _product(self, ins: Sequence[PlacedValue], out: PlacedValue, dtype: str) -> MatmulWork:
-        left, made = self.shape(ins[-2]), self.shape(out)
-        batch, rows, columns, depth = prod(made[:-2]), made[-2], made[-1], left[-1]
+        left, new = self.shape(ins[-2]), self.shape(out)
+        batch, rows, columns, depth = prod(new[:-2]), new[-2], new[-1], left[-1]
         taken = sum(self.nbytes(v) for v in ins[-2:])
         turned = ins[-2].turned, ins[-1].turned
         return MatmulWork(batch, rows, columns, depth, dtype, taken + self.nbytes(out), turned)
@@ -227,11 +227,11 @@ class Ops:
             return [(*self._places(self.shape(outs[0])), False)]
         if node.op == _CONVOLUTION_BACKWARD:
             image, weight = (t is not None for t in node.types[:2])
-            found = [(*self._places(self.shape(outs[0])), False)] if image else []
+            result = [(*self._places(self.shape(outs[0])), False)] if image else []
             if weight:
                 shape = self.shape(outs[int(image)])
-                found.append((max(1, shape[0]), max(1, prod(shape[1:])), True))
-            return found
+                result.append((max(1, shape[0]), max(1, prod(shape[1:])), True))
+            return result
         out = self.shape(max(outs, key=lambda v: prod(self.shape(v))))
         return [(max(1, prod(out[:-1])), max(1, out[-1] if out else 1), node.op in _OUTER)]
 
@@ -286,8 +286,8 @@ class Ops:
         tiles = tiles_of(node)
         body = self._sized(tiles.body)
         count, types = replace(tiles, body=body).tile()
-        whole = (R,) * len(self.mesh.sizes)
-        return tiles, count, {v: PlacedValue(t, whole) for v, t in types.items()}
+        full = (R,) * len(self.mesh.sizes)
+        return tiles, count, {v: PlacedValue(t, full) for v, t in types.items()}
 
     def _sized(self, body: Graph) -> Graph:
         """With the sizes that this rank has."""
@@ -370,12 +370,12 @@ class Ops:
                 moved += total / width * self.behaviour.ready_bytes
             return [MemoryWork(moved), message] if moved else [message]
         parts = list(refs_of(node))
-        made = sum(
+        new = sum(
             self.nbytes(values[part]) / DTYPES[values[part].type.dtype][1] * self.behaviour.narrow_bytes
             for part, out in zip(parts, node.outs, strict=True)
             if out in narrow
         )
-        casts = [MemoryWork(made)] if made else []
+        casts = [MemoryWork(new)] if new else []
         if not moved:
             return [*casts, message]
         copy = MemoryWork(moved)
@@ -417,13 +417,13 @@ class Ops:
             first, last = MemoryWork(3 * taken + packed), MemoryWork(packed + given)
             return [first, CollectiveWork(spec.primitive, axes[0], packed), last]
         wheres = wheres_of(node)
-        again = sum(self.nbytes(v) for v, w in zip(outs, wheres, strict=True) if w[0] or w[1] > 1)
+        repeated = sum(self.nbytes(v) for v, w in zip(outs, wheres, strict=True) if w[0] or w[1] > 1)
         sent = packed / prod(self.mesh.sizes[axis] for axis in axes)
         works: list[Work] = [] if spec.packed else [MemoryWork(3 * taken + sent)]
         for axis in axes:
             sent *= self.mesh.sizes[axis]
             works.append(CollectiveWork(spec.primitive, axis, sent))
-        return [*works, MemoryWork(packed + given + 2 * again)]
+        return [*works, MemoryWork(packed + given + 2 * repeated)]
 
     def packed(self, node: Node, values: Mapping[str, PlacedValue]) -> int:
         """Bytes of the buffers of all ranks of an axis together, for a quantised message."""
@@ -497,9 +497,9 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
     first: list[Work] = [product(s, t, d), MemoryWork(2 * width * scores), *dropped]
     if not whole.backward:
         return [*first, product(s, d, t)]
-    again = first if behaviour.attention_again else []
+    repeated = first if behaviour.recomputes_scores else []
     return [
-        *again,
+        *repeated,
         product(t, d, s),
         product(s, t, d),
         *dropped,
@@ -510,7 +510,7 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
 
 
 def product_of(node: Node) -> Node:
-    """The op on whole tensors, for one that exchanges tokens; other ops as they are."""
+    """The op on full tensors, for one that exchanges tokens; other ops as they are."""
     spec = spec_of(node)
     if spec is None or not spec.product:
         return node
@@ -519,7 +519,7 @@ def product_of(node: Node) -> Node:
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:
-    """FLOP of a whole matrix product or attention; 0 where the rule does not know."""
+    """FLOP of a full matrix product or attention; 0 where the rule does not know."""
     # what a rank has an uneven share of
     node = replace(node, args=tuple(a.size if isinstance(a, LocalSize) else a for a in node.args))
     if node.op == "aten.addmm.default":

@@ -16,7 +16,7 @@ from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.equivalent_parts import likeness
-from autoshard.simulate.framework_saved import products_again
+from autoshard.simulate.framework_saved import recomputed_products
 from autoshard.simulate.op_work import AGAIN
 from autoshard.simulate.segment_work import Sheets
 from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, SegmentCall
@@ -71,30 +71,30 @@ class Parts:
 
     def repriced(self, price: Price, device: Device) -> Parts:
         """The same work at other prices."""
-        made = copy(self)
-        made.__dict__.pop("all", None)
-        made._alike = {}
-        made.player = made._player(price, device)
-        return made
+        new = copy(self)
+        new.__dict__.pop("all", None)
+        new._alike = {}
+        new.player = new._player(price, device)
+        return new
 
     @cached_property
     def all(self) -> Mapping[tuple[int, Phase, int], Played]:
         """(stage, phase, slice) -> what it takes to run it once."""
         lowered = self.program.lowered
-        found = {(p.stage, p.phase, p.slice): self.play(lowered.of(p)) for p in lowered.parts}
+        result = {(p.stage, p.phase, p.slice): self.play(lowered.of(p)) for p in lowered.parts}
         for part in lowered.parts:
             if part.phase in ("backward", "weight"):
-                found[part.stage, part.phase, part.slice] += self._summed(part)
+                result[part.stage, part.phase, part.slice] += self._summed(part)
         if self.behaviour.keeps == "ops":
             for part in lowered.parts:
                 key: tuple[int, Phase, int] = (part.stage, "backward", part.slice)
-                if part.phase == "forward" and key in found:
-                    found[key] += self._products(part)
-        if self.behaviour.whole_recompute:
+                if part.phase == "forward" and key in result:
+                    result[key] += self._products(part)
+        if self.behaviour.full_recompute:
             for part in lowered.parts:
                 if part.phase == "backward":
-                    found[part.stage, "backward", part.slice] += self._rest(part)
-        return found
+                    result[part.stage, "backward", part.slice] += self._rest(part)
+        return result
 
     def of(self, stage: int, *phases: Phase, slice: int = 0) -> Played:
         """Some phases of a stage, or of a slice in it, one after the other; nothing where it has none."""
@@ -113,12 +113,12 @@ class Parts:
         last = of.get("weight") or of.get("backward", ())
         first = of.get("forward", ())
         reduce, gather = of.get("reduce", ()), of.get("gather", ())
-        found = NOTHING
+        result = NOTHING
         if reduce:
-            found += self._added(reduce, before=last if self.behaviour.gradients_overlap else ())
+            result += self._added(reduce, before=last if self.behaviour.gradients_overlap else ())
         if gather:
-            found += self._added(gather, after=first if self.behaviour.gathers_overlap else ())
-        return found
+            result += self._added(gather, after=first if self.behaviour.gathers_overlap else ())
+        return result
 
     def _added(
         self,
@@ -139,9 +139,9 @@ class Parts:
         lowered, each = self.program.lowered, self.behaviour.sum_bytes
         if each == 0 or (each is None and self.program.microbatches == 1):
             return NOTHING
-        made = {v for item in lowered.of(part) for v in item.outs}
+        new = {v for item in lowered.of(part) for v in item.outs}
         nbytes = 0.0
-        for value in made.intersection(accumulated(self.program, part.stage)):
+        for value in new.intersection(accumulated(self.program, part.stage)):
             placed = lowered.values[value]
             width = DTYPES[placed.type.dtype][1]
             own = added_bytes(width) if each is None else each
@@ -150,21 +150,21 @@ class Parts:
         return replace(NOTHING, seconds=seconds, compute=seconds)
 
     def _products(self, part: StagePart) -> Played:
-        """The products of layers that backward computes again."""
+        """The products of layers that backward recomputes."""
         seconds = 0.0
         for call in self.program.lowered.of(part):
             if isinstance(call, Call) and call.label:
                 segment = self.program.lowered.segments[call.segment]
                 values = segment.placed()
-                again = [w for n in products_again(segment) for w in self.sheets.ops.work(n, values)]
-                seconds += sum(self.player.price(w) for w in again)
+                repeated = [w for n in recomputed_products(segment) for w in self.sheets.ops.work(n, values)]
+                seconds += sum(self.player.price(w) for w in repeated)
         return replace(NOTHING, seconds=seconds, compute=seconds)
 
     def _rest(self, part: StagePart) -> Played:
         """What forward does in layers that run again, beyond what backward needs of it."""
         lowered = self.program.lowered
-        again = [i for i in lowered.of(part) if isinstance(i, Call) and AGAIN.search(i.segment)]
-        labels = {i.label for i in again}
+        repeated = [i for i in lowered.of(part) if isinstance(i, Call) and AGAIN.search(i.segment)]
+        labels = {i.label for i in repeated}
         forward = [
             i
             for p in lowered.parts
@@ -172,11 +172,11 @@ class Parts:
             for i in lowered.of(p)
             if isinstance(i, Call) and i.label in labels
         ]
-        if not again or not forward:
+        if not repeated or not forward:
             return NOTHING
-        whole, needed = self.play(forward), self.play(again)
-        compute = max(0.0, whole.compute - needed.compute)
-        exposed = tuple(max(0.0, a - b) for a, b in zip(whole.exposed, needed.exposed, strict=True))
+        full, needed = self.play(forward), self.play(repeated)
+        compute = max(0.0, full.compute - needed.compute)
+        exposed = tuple(max(0.0, a - b) for a, b in zip(full.exposed, needed.exposed, strict=True))
         return replace(NOTHING, seconds=compute + sum(exposed), compute=compute, exposed=exposed)
 
     def play(self, items: Sequence[Instruction], *, spans: bool = False) -> Played:
@@ -193,12 +193,12 @@ class Parts:
     def _likeness(self, items: Sequence[Instruction]) -> int:
         """A number that items which take equally long have in common."""
         same = tuple(map(id, items))
-        found = self._keys.get(same)
-        if found is None:
+        result = self._keys.get(same)
+        if result is None:
             values = self.program.lowered.values
             key = likeness(items, values, lambda v: (v in self.ports, v in self.gradients))
-            found = self._keys[same] = self._numbers.setdefault(key, len(self._numbers))
-        return found
+            result = self._keys[same] = self._numbers.setdefault(key, len(self._numbers))
+        return result
 
     def sheet(self, item: Instruction) -> Sheet:
         """The tasks of an instruction."""
@@ -214,16 +214,16 @@ class Parts:
         """Bytes that a stage keeps for backward beside values of the program: scores of unfused attention,
         and masks of dropout."""
         how = self.behaviour
-        scores = how.attention == "unfused" and not how.attention_again
+        scores = how.attention == "unfused" and not how.recomputes_scores
         total = 0.0
         lowered = self.program.lowered
         if not how.dropout and not scores:
             return 0.0
         own = [p for p in lowered.parts if p.stage == stage]
         calls = [(p.phase, i) for p in own for i in lowered.of(p) if isinstance(i, Call)]
-        again = {i.label for _, i in calls if AGAIN.search(i.segment)}
+        repeated = {i.label for _, i in calls if AGAIN.search(i.segment)}
         for phase, item in calls:
-            if phase == "forward" and not (item.label and item.label in again):
+            if phase == "forward" and not (item.label and item.label in repeated):
                 total += self.sheets.masks(item.segment)
                 total += self.sheets.scores(item.segment) if scores else 0.0
         return total

@@ -23,7 +23,7 @@ from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
 from autoshard.simulate.work import CollectiveWork
 
-#: bytes that a rank sends, as a part of the whole tensor's bytes times (p - 1) / p
+#: bytes that a rank sends, as a part of the full tensor's bytes times (p - 1) / p
 _WIRE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0}
 
 
@@ -69,7 +69,7 @@ class Pricer:
         self.mesh = Mesh.parse(program.mesh)
         self.coords = self.mesh.coords(rank)
         if machine is None:
-            links = cost_model(cluster, Mesh.parse(program.whole_mesh)).reshard.links
+            links = cost_model(cluster, Mesh.parse(program.full_mesh)).reshard.links
             at = None if program.stages is None else program.stages.position
             machine = StageMachine(cluster.device, tuple(link for k, link in enumerate(links) if k != at))
         self.links = machine.links
@@ -94,22 +94,22 @@ class Pricer:
 
     def flop(self, nodes: Iterable[Node], values: Mapping[str, PlacedValue]) -> dict[str, float]:
         """FLOP of the products among ops on all ranks of a stage together, by the type they are done in."""
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for each in nodes:
             node = product_of(each)
             if is_ring(node):
                 types = {n: values[n].type for n in (*refs_of(node), *node.outs)}
                 dtype = values[node.outs[0]].type.dtype
-                found[dtype] = found.get(dtype, 0.0) + ring_flop(node, types)
+                result[dtype] = result.get(dtype, 0.0) + ring_flop(node, types)
             if node.op == TILES:
                 dtype = values[node.outs[0]].type.dtype
-                found[dtype] = found.get(dtype, 0.0) + self.ops.tiled_flop(node, values)
+                result[dtype] = result.get(dtype, 0.0) + self.ops.tiled_flop(node, values)
             if node.op in PRODUCTS:
                 ins = [values[name].type for name in refs_of(node)]
                 outs = [t for t in node.types if t is not None]
                 dtype = next((t.dtype for t in outs if t.is_float), "f32")
-                found[dtype] = found.get(dtype, 0.0) + product_flops(node, ins, outs)
-        return found
+                result[dtype] = result.get(dtype, 0.0) + product_flops(node, ins, outs)
+        return result
 
     # -- sums ----------------------------------------------------------------------------------------
 

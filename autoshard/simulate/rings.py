@@ -45,14 +45,14 @@ def apart(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> list[Work]
     return [*computed, CollectiveWork(COLLECTIVES[node.op].primitive, sizes.axis, sizes.ways * sizes.moved)]
 
 
-def alone(found: Sequence[Beat], price: Callable[[Work], float], overlap: float) -> float:
+def alone(result: Sequence[Beat], price: Callable[[Work], float], overlap: float) -> float:
     """Seconds of a ring with nothing else beside it.
 
     overlap: part of the time of messages beside computing that costs the computing nothing.
     """
     free, busy = [0.0, 0.0], [0.0, 0.0]
     ends: list[float] = []
-    for beat in found:
+    for beat in result:
         stream, cost = int(isinstance(beat.work, CollectiveWork)), price(beat.work)
         ready = max((ends[k] for k in beat.after), default=0.0)
         if stream:  # issued by who computes
@@ -93,7 +93,7 @@ class _Sizes:
 
     def products(self) -> list[list[Work]]:
         """Those of one chunk, each with what is copied for it."""
-        found: list[list[Work]] = []
+        result: list[list[Work]] = []
         for left, right in self.ring.products:
             depth, columns = self.ops.shape(self.values[right])
             dtype = self.values[left].type.dtype
@@ -102,46 +102,46 @@ class _Sizes:
             kind = self.ops.behaviour.product_dtype or dtype
             turned = self.values[left].turned, self.values[right].turned
             if not together(self.blocks, self.rows):
-                found.append([MatmulWork(self.blocks, self.rows, columns, depth, kind, moved, turned)])
+                result.append([MatmulWork(self.blocks, self.rows, columns, depth, kind, moved, turned)])
                 continue
             # what is made is put where it stays, and what a scatter needs is taken from where it lies
             copied = rows * (columns if self.ring.gathers else depth + columns)
             product = MatmulWork(1, rows, columns, depth, kind, moved, turned)
-            found.append([product, MemoryWork(2.0 * copied * width)])
-        return found
+            result.append([product, MemoryWork(2.0 * copied * width)])
+        return result
 
     def gather(self) -> list[Beat]:
-        found = [Beat(MemoryWork(2 * self.moved))]
+        result = [Beat(MemoryWork(2 * self.moved))]
         chunk = 0  # what makes the chunk at hand
         for step in range(self.ways):
             coming = chunk
             if step + 1 < self.ways:
-                coming = len(found)
-                found.append(Beat(CollectiveWork("hop", self.axis, self.moved), (chunk,)))
-            found += [Beat(work, (chunk,)) for works in self.products() for work in works]
+                coming = len(result)
+                result.append(Beat(CollectiveWork("hop", self.axis, self.moved), (chunk,)))
+            result += [Beat(work, (chunk,)) for works in self.products() for work in works]
             if self.blocks > 1 and step + 1 < self.ways:
-                found.append(Beat(MemoryWork(2 * self.moved), (coming,)))
+                result.append(Beat(MemoryWork(2 * self.moved), (coming,)))
             chunk = coming
-        return found
+        return result
 
     def scatter(self) -> list[Beat]:
-        found: list[Beat] = []
-        total = self._share(found)
+        result: list[Beat] = []
+        total = self._share(result)
         for _ in range(1, self.ways):
-            coming = len(found)
-            found.append(Beat(CollectiveWork("hop", self.axis, self.moved), (total,)))
-            own = self._share(found)
-            total = len(found)
-            found.append(Beat(MemoryWork(3 * self.moved), (own, coming)))
-        return found
+            coming = len(result)
+            result.append(Beat(CollectiveWork("hop", self.axis, self.moved), (total,)))
+            own = self._share(result)
+            total = len(result)
+            result.append(Beat(MemoryWork(3 * self.moved), (own, coming)))
+        return result
 
-    def _share(self, found: list[Beat]) -> int:
+    def _share(self, result: list[Beat]) -> int:
         """What the rank adds to one part; the place of the last piece of it."""
         total = -1
         for works in self.products():
-            found += [Beat(work) for work in works]
-            product = len(found) - 1
+            result += [Beat(work) for work in works]
+            product = len(result) - 1
             if total >= 0:
-                found.append(Beat(MemoryWork(3 * self.moved), (total, product)))
-            total = len(found) - 1
+                result.append(Beat(MemoryWork(3 * self.moved), (total, product)))
+            total = len(result) - 1
         return total

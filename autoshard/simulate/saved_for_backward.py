@@ -103,15 +103,15 @@ def kept_storages(
             read[stage], after = own, late[stage] - early
             late[stage] = after | (rank.kept(stage, late[stage] & early, keeping.late, per_logit) & own)
             early |= own
-    found: dict[int, KeptStorages] = {}
+    result: dict[int, KeptStorages] = {}
     counted: set[Storage] = set()
     for stage in ordered:
         own = read[stage] - counted
         counted |= own
-        found[stage] = KeptStorages(
+        result[stage] = KeptStorages(
             frozenset(own), frozenset(late[stage] & own), frozenset(late[stage] - early)
         )
-    return found
+    return result
 
 
 def kept_in_order(
@@ -126,11 +126,11 @@ def kept_in_order(
     rank = _Rank(program, size_of)
     for each in sorted(stages):
         rank.run(each, ("forward",))
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for what, size in rank.kept(stage, (), keeping.calls, per_logit):
         if isinstance(what, tuple):
-            found[what[0]] = found.get(what[0], 0.0) + size
-    return found
+            result[what[0]] = result.get(what[0], 0.0) + size
+    return result
 
 
 def storages_of(program: Program, stages: Sequence[int], size_of: SizeOf) -> dict[str, Storage]:
@@ -147,7 +147,7 @@ def storages_of(program: Program, stages: Sequence[int], size_of: SizeOf) -> dic
 
 
 def gathered_bytes(program: Program, stage: int, size: Callable[[str], float]) -> float:
-    """Bytes of the copies of parameters that a stage gathers once and keeps for the whole step.
+    """Bytes of the copies of parameters that a stage gathers once and keeps for the full step.
 
     size: bytes of a value of main on the rank.
     """
@@ -159,7 +159,7 @@ def gathered_bytes(program: Program, stage: int, size: Callable[[str], float]) -
 
 
 def gathered_ports(program: Program, stages: Sequence[int]) -> frozenset[str]:
-    """Parameters that stages gather once and keep for the whole step."""
+    """Parameters that stages gather once and keep for the full step."""
     lowered = program.lowered
     parts = [p for p in lowered.parts if p.phase == "gather" and p.stage in stages]
     ports = {p.name for p in program.signature.ports}
@@ -207,9 +207,9 @@ class _Rank:
                 self.storage.setdefault(value, self._own(value))
             for number in range(part.start, part.stop):
                 item = lowered.main[number]
-                made = self._call(number, item) if isinstance(item, Call) else self._node(item)
+                new = self._call(number, item) if isinstance(item, Call) else self._node(item)
                 # a value that two stages of a rank make for themselves is there once
-                self.storage.update((v, s) for v, s in made.items() if v not in self.storage)
+                self.storage.update((v, s) for v, s in new.items() if v not in self.storage)
 
     def kept(
         self,
@@ -223,12 +223,12 @@ class _Rank:
         numbers = {
             n for p in lowered.of_stage.get(stage, ()) if p.phase == "forward" for n in range(p.start, p.stop)
         }
-        found = {s for s in read if not (isinstance(s[0], tuple) and s[0][0] in numbers)}
+        result = {s for s in read if not (isinstance(s[0], tuple) and s[0][0] in numbers)}
         for number in numbers & keeps.keys():
             call = lowered.main[number]
             assert isinstance(call, Call)
-            found |= set(self._kernels(number, call, keeps[number], per_logit))
-        return {s for s in found if s[1]}
+            result |= set(self._kernels(number, call, keeps[number], per_logit))
+        return {s for s in result if s[1]}
 
     def _kernels(
         self, number: int, call: Call, keeps: Collection[str], per_logit: float | None
@@ -269,14 +269,14 @@ class _Rank:
         if call.segment not in self.roots:
             self.roots[call.segment] = view_roots(segment)
         base, sizes = self.roots[call.segment], self.inner.setdefault(call.segment, {})
-        found: dict[str, Storage] = {}
+        result: dict[str, Storage] = {}
         for outer, inner in zip(call.outs, segment.graph.outputs, strict=True):
             root = base.get(inner, inner)
             if root in given:
-                found[outer] = self.storage[given[root]]
+                result[outer] = self.storage[given[root]]
                 continue
             size = 0.0 if outer in self.hosted else sizes.get(root)
             if size is None:
                 size = sizes[root] = self.size_of(segment.graph.types()[root], segment.layouts[root])
-            found[outer] = (number, root), size
-        return found
+            result[outer] = (number, root), size
+        return result

@@ -42,35 +42,37 @@ class Sheets:
 
     def of(self, segment: str) -> Sheet:
         """The sheet of a segment."""
-        found = self._known.get(segment)
-        if found is None:
-            made = self.program.lowered.segments[segment]
+        result = self._known.get(segment)
+        if result is None:
+            new = self.program.lowered.segments[segment]
             dropped, weights = self.dropped(segment), self._weights(segment)
 
             def make() -> Sheet:
-                inputs = [n for n, _ in made.graph.inputs]
-                graph = made.graph
-                return self._sheet(graph.nodes, inputs, graph.outputs, made.placed(), dropped, weights)
+                inputs = [n for n, _ in new.graph.inputs]
+                graph = new.graph
+                return self._sheet(graph.nodes, inputs, graph.outputs, new.placed(), dropped, weights)
 
-            found = self._known[segment] = self.known.of("sheet", made, (dropped, weights), make)
-        return found
+            result = self._known[segment] = self.known.of("sheet", new, (dropped, weights), make)
+        return result
 
     def _weights(self, segment: str) -> frozenset[str]:
         """Values of a segment that are parameters, gathered or looked at in another way."""
         if self.behaviour.narrow_weights:
             return frozenset()
         lowered = self.program.lowered
-        made = lowered.segments[segment].graph
-        whole = {
+        new = lowered.segments[segment].graph
+        full = {
             v for p in lowered.parts if p.phase in ("gather", "count") for i in lowered.of(p) for v in i.outs
         }
-        ports = whole | {p.name for p in self.program.signature.ports if p.kind == "param"}
+        ports = full | {p.name for p in self.program.signature.ports if p.kind == "param"}
         call = next(i for i in lowered.main if isinstance(i, Call) and i.segment == segment)
-        found = {n for (n, _), arg in zip(made.inputs, call.args, strict=True) if arg in ports}
-        for node in made.nodes:
-            if (node.op in VIEWS or exact_transfer(node) == "all_gather") and found.issuperset(refs_of(node)):
-                found.update(node.outs)
-        return frozenset(found)
+        result = {n for (n, _), arg in zip(new.inputs, call.args, strict=True) if arg in ports}
+        for node in new.nodes:
+            if (node.op in VIEWS or exact_transfer(node) == "all_gather") and result.issuperset(
+                refs_of(node)
+            ):
+                result.update(node.outs)
+        return frozenset(result)
 
     def dropped(self, segment: str) -> frozenset[str]:
         """Values that a segment hands to backward in the program, or takes there, and kernels do not."""
@@ -81,8 +83,8 @@ class Sheets:
         known = self._nodes.get(id(node))
         if known is None:
             inputs = list(dict.fromkeys(refs_of(node)))
-            made = self._sheet((node,), inputs, node.outs, self.program.lowered.values)
-            known = self._nodes[id(node)] = (node, made)
+            new = self._sheet((node,), inputs, node.outs, self.program.lowered.values)
+            known = self._nodes[id(node)] = (node, new)
         return known[1]
 
     # -- one segment -----------------------------------------------------------------------------------
@@ -152,28 +154,28 @@ class Sheets:
         """
         if not self.behaviour.dropout:
             return 0.0
-        made = self.program.lowered.segments[segment]
-        values = made.placed()
-        found = 0.0
-        for node in made.graph.nodes:
+        new = self.program.lowered.segments[segment]
+        values = new.placed()
+        result = 0.0
+        for node in new.graph.nodes:
             out = values.get(node.name)
             refs = list(refs_of(node))
             if node.op != "aten.add.Tensor" or len(refs) < 2 or out is None or not out.type.is_float:
                 continue
             if all(len(values[r].type.shape) == len(out.type.shape) for r in refs):
-                found += self.ops.nbytes(out) / DTYPES[out.type.dtype][1]
-        return found
+                result += self.ops.nbytes(out) / DTYPES[out.type.dtype][1]
+        return result
 
     def scores(self, segment: str) -> float:
         """Bytes of the scores that unfused attention in a segment keeps for backward."""
-        found = 0.0
-        made = self.program.lowered.segments[segment]
-        values = made.placed()
-        for node in made.graph.nodes:
+        result = 0.0
+        new = self.program.lowered.segments[segment]
+        values = new.placed()
+        for node in new.graph.nodes:
             if node.op in attention.RULES and "backward" not in node.op:
                 q, k = (self.ops.shape(values[name]) for name in list(refs_of(node))[:2])
-                found += kept_scores(q[0] * q[1] * q[2] * k[2], values, node, self.behaviour)
-        return found
+                result += kept_scores(q[0] * q[1] * q[2] * k[2], values, node, self.behaviour)
+        return result
 
 
 def _with_views(tasks: Sequence[OpTask], before: Mapping[int, int]) -> tuple[OpTask, ...]:
@@ -182,9 +184,9 @@ def _with_views(tasks: Sequence[OpTask], before: Mapping[int, int]) -> tuple[OpT
     computing = [
         k for k, task in enumerate(tasks) if not isinstance(task.work, CollectiveWork | HostWork | Transfer)
     ]
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     for k, count in before.items():
         if computing:
             at = next((c for c in computing if c >= k), computing[-1])
-            found[at] = found.get(at, 0) + count
-    return tuple(replace(task, views=found[k]) if k in found else task for k, task in enumerate(tasks))
+            result[at] = result.get(at, 0) + count
+    return tuple(replace(task, views=result[k]) if k in result else task for k, task in enumerate(tasks))

@@ -96,7 +96,7 @@ class StagePrices:
         behaviour: Behaviour | None = None,
         known: OfSegments | None = None,
     ) -> None:
-        self.whole = Mesh.parse(program.whole_mesh)
+        self.whole = Mesh.parse(program.full_mesh)
         self.program, self.cluster, self.rank = program, cluster.used_by(self.whole.world_size), rank
         self.behaviour = behaviour or behaviour_on(self.cluster.device, program.codegen)
         self.recipe = self.behaviour.recipe
@@ -114,13 +114,13 @@ class StagePrices:
 
     def repriced(self, cluster: Cluster) -> StagePrices:
         """The same on another cluster; what does not depend on it is kept."""
-        made = copy(self)
+        new = copy(self)
         for name in ("costs", "ends", "sends", "waits", "machines", "_own", "_links", "_sharing"):
-            made.__dict__.pop(name, None)
-        made.cluster = cluster.used_by(self.whole.world_size)
-        made.pricer = Pricer(self.program, made.cluster, self.rank, self.behaviour)
-        made.parts = self.parts.repriced(made.pricer.price, made.cluster.device)
-        return made
+            new.__dict__.pop(name, None)
+        new.cluster = cluster.used_by(self.whole.world_size)
+        new.pricer = Pricer(self.program, new.cluster, self.rank, self.behaviour)
+        new.parts = self.parts.repriced(new.pricer.price, new.cluster.device)
+        return new
 
     @cached_property
     def machines(self) -> tuple[StageMachine, ...]:
@@ -140,11 +140,11 @@ class StagePrices:
 
     @cached_property
     def _own(self) -> Mapping[StageMachine, Parts]:
-        found = {}
+        result = {}
         for machine in dict.fromkeys(self.machines):
             price = Pricer(self.program, self.cluster, self.rank, self.behaviour, machine).price
-            found[machine] = self.parts.repriced(price, machine.device)
-        return found
+            result[machine] = self.parts.repriced(price, machine.device)
+        return result
 
     @cached_property
     def held(self) -> StageCosts:
@@ -238,14 +238,14 @@ class StagePrices:
             if len(ranks) > 1:
                 shared += float(seconds("all_reduce", self.size(port.name), self.link(ranks)))
         around = [self.parts_of(stage).around(stage) for stage in self.stages_of[rank]]
-        whole = sum(around, NOTHING)
+        full = sum(around, NOTHING)
         handed = len(trained) * self.device(rank).kernels.hand
         orthogonal = sum(
             orthogonal_seconds(self.recipe.of(p), p.type.shape, self.device(rank), self.pricer.links)
             for p in trained
         )
         update = self._update(rank, touched) + orthogonal
-        return StepEnd(whole.seconds + handed, shared, update, whole.exposed)
+        return StepEnd(full.seconds + handed, shared, update, full.exposed)
 
     def _update(self, rank: int, touched: float) -> float:
         """Seconds of the optimizer. touched: bytes that it reads and writes, on the device or in its host.
@@ -344,11 +344,11 @@ class StagePrices:
     @cached_property
     def kept(self) -> Mapping[int, SavedBytes]:
         """What every stage keeps of a microbatch."""
-        found: dict[int, SavedBytes] = {}
+        result: dict[int, SavedBytes] = {}
         per_logit = self.behaviour.loss_kept
         for stages in self.stages_of:
-            found |= kept_by(self.program, stages, self.pricer.bytes_of, self.sheets.keeping, per_logit)
-        return {s: replace(kept, held=kept.held + self.parts.beside(s)) for s, kept in found.items()}
+            result |= kept_by(self.program, stages, self.pricer.bytes_of, self.sheets.keeping, per_logit)
+        return {s: replace(kept, held=kept.held + self.parts.beside(s)) for s, kept in result.items()}
 
     @cached_property
     def states(self) -> tuple[ResidentBytes, ...]:
@@ -382,11 +382,11 @@ class StagePrices:
         parts = [p for p in lowered.parts if p.stage in stages and p.phase == "forward"]
         calls = [i for p in parts for i in lowered.of(p) if isinstance(i, Call) and i.label]
         shapes: dict[tuple[tuple[int, ...], str], float] = {}
-        whole = {
+        full = {
             v for p in lowered.parts if p.phase in ("gather", "count") for i in lowered.of(p) for v in i.outs
         }
         ports = {p.name for p in self.program.signature.ports if p.kind == "param"}
-        for value in (v for call in calls for v in call.args if v in ports or v in whole):
+        for value in (v for call in calls for v in call.args if v in ports or v in full):
             placed = lowered.values[value]
             if len(placed.type.shape) > 1:
                 shapes[self.pricer.ops.shape(placed), placed.type.dtype] = self.size(value)
@@ -398,8 +398,8 @@ class StagePrices:
         optimizer = 0.0 if away.states else self.optimizer_bytes(rank)
         gradients = sum(self.gradients_of[rank].values())
         copies = sum(gathered_bytes(self.program, stage, self.size) for stage in self.stages_of[rank])
-        whole = gathered_ports(self.program, self.stages_of[rank]) if self.behaviour.whole_parameters else ()
-        own = 0.0 if away.parameters else sum(self.size(p.name) for p in held if p.name not in whole)
+        full = gathered_ports(self.program, self.stages_of[rank]) if self.behaviour.full_parameters else ()
+        own = 0.0 if away.parameters else sum(self.size(p.name) for p in held if p.name not in full)
         if self.behaviour.stand_ins:
             gradients += self._stand_ins(rank)
         return ResidentBytes(own + copies, gradients, optimizer, 0.0)
@@ -438,12 +438,12 @@ class StagePrices:
 
     @cached_property
     def _parameters(self) -> Mapping[int, Sequence[Port]]:
-        found: dict[int, list[Port]] = {}
+        result: dict[int, list[Port]] = {}
         for port in self.program.signature.ports:
             if port.kind == "param":
                 for rank in self._ranks_of(port):
-                    found.setdefault(rank, []).append(port)
-        return found
+                    result.setdefault(rank, []).append(port)
+        return result
 
     def _ranks_of(self, port: Port) -> tuple[int, ...]:
         owner = self.schedule.owner

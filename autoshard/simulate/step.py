@@ -61,9 +61,9 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a step, each a mean over the pipeline ranks; they add up to the whole step.
+    """Seconds of a step, each a mean over the pipeline ranks; they add up to the full step.
 
-    compute: with what is computed again. exposed: collectives that no computing hides; axes: the same per
+    compute: with what is recomputed. exposed: collectives that no computing hides; axes: the same per
     mesh axis (pp: gradients of parameters that stages share; host: copies to its memory and back). p2p: by
     how much messages between stages make the step longer.
     bubble: waiting that is left if messages take no time. update: of the optimizer.
@@ -85,7 +85,7 @@ class Spent:
 class StepEstimate:
     """A simulated step of all ranks.
 
-    seconds: of a step. mfu: FLOP of the model (what is computed again not counted) over what all devices
+    seconds: of a step. mfu: FLOP of the model (what is recomputed not counted) over what all devices
     could do at their peak in this time. model_flop: of all microbatches. host: what every pipeline rank keeps
     in the memory of its node, empty if nothing is offloaded.
     """
@@ -234,20 +234,20 @@ class _Step:
 def program_flop(pricer: Pricer) -> tuple[float, str]:
     """(FLOP of a step of the model on all ranks, the type that most of them are done in).
 
-    What backward computes again counts once.
+    What backward recomputes counts once.
     """
     lowered = pricer.program.lowered
     done: dict[str, float] = {}
     for item in lowered.main:
         if isinstance(item, Node):
-            found = pricer.flop((item,), lowered.values)
+            result = pricer.flop((item,), lowered.values)
         elif AGAIN.search(item.segment):
             continue
         else:
             segment = lowered.segments[item.segment]
             nodes = [n for n in segment.graph.nodes if not any(map(AGAIN.search, n.outs))]
-            found = pricer.flop(nodes, segment.placed())
-        for dtype, flop in found.items():
+            result = pricer.flop(nodes, segment.placed())
+        for dtype, flop in result.items():
             done[dtype] = done.get(dtype, 0.0) + flop
     total = pricer.program.microbatches * sum(done.values())
     return total, max(done, key=lambda d: done[d], default="f32")

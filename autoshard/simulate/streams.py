@@ -97,10 +97,10 @@ def pricer(device: Device, links: Sequence[AxisLink]) -> Price:
     known: dict[Work, float] = {}
 
     def price(work: Work) -> float:
-        found = known.get(work)
-        if found is None:
-            found = known[work] = _seconds(work, device, links)
-        return found
+        result = known.get(work)
+        if result is None:
+            result = known[work] = _seconds(work, device, links)
+        return result
 
     return price
 
@@ -199,11 +199,11 @@ class Player:
         return run.end()
 
     def _of(self, sheet: Sheet) -> list[_Timed]:
-        found = self._timed.get(id(sheet))
-        if found is None:
+        result = self._timed.get(id(sheet))
+        if result is None:
             timed = [self._task(t)._replace(unpacks=_unpacks(t, sheet.tasks)) for t in sheet.tasks]
-            found = self._timed[id(sheet)] = (sheet, timed)
-        return found[1]
+            result = self._timed[id(sheet)] = (sheet, timed)
+        return result[1]
 
     def _task(self, task: OpTask) -> _Timed:
         work, cost = task.work, self.price(task.work) + task.views * self.habits.view
@@ -297,23 +297,23 @@ class _Run:
         gate = self.began[number - AHEAD] if number >= AHEAD else 0.0
         taken = [self.ready.get(name, 0.0) for name in step.args]
         bare = [name in self.fetched for name in step.args]
-        found = self.ahead[number] = {}
+        result = self.ahead[number] = {}
         for k, task in enumerate(timed):
             if not (task.stream or task.packs) or task.ring or task.stream > self.axes:
                 continue
-            if not (all(bare[i] for i in task.inputs) and all(d in found for d in task.after)):
+            if not (all(bare[i] for i in task.inputs) and all(d in result for d in task.after)):
                 continue
             if task.cost:
                 self.host += self.habits.dispatch
-            start = max(gate, self.host, *(found[d] for d in task.after), *(taken[i] for i in task.inputs))
+            start = max(gate, self.host, *(result[d] for d in task.after), *(taken[i] for i in task.inputs))
             if task.packs:  # of a shard: too short to be in the way of computing
-                found[k] = start + task.cost
+                result[k] = start + task.cost
                 self.busy[0] += task.cost
                 if self.habits.blocking:
-                    self.host = found[k]
+                    self.host = result[k]
             else:
                 start = max(start, self.free[task.stream])
-                found[k] = self._runs(number, k, task.stream, task.cost, start)
+                result[k] = self._runs(number, k, task.stream, task.cost, start)
 
     def step(self, step: SegmentCall, timed: Sequence[_Timed], gradients: Collection[str]) -> None:
         number, habits, free, ready = self.steps, self.habits, self.free, self.ready
@@ -397,12 +397,12 @@ class _Run:
     def _wait(self, names: Iterable[str]) -> None:
         """Wait for the messages that bring these values."""
         for name in names:
-            found = self.pending.get(name)
-            if found is not None:
-                end = self._copy(found.number, found.task, found.cost, found.arrived)
-                for made in found.names:
-                    del self.pending[made]
-                    self.ready[made] = end
+            result = self.pending.get(name)
+            if result is not None:
+                end = self._copy(result.number, result.task, result.cost, result.arrived)
+                for new in result.names:
+                    del self.pending[new]
+                    self.ready[new] = end
 
     def _copy(self, number: int, k: int, cost: float, arrived: float) -> float:
         """Copy what a message brought to where its results lie; when that is done."""
@@ -468,7 +468,7 @@ class _Cover:
 
     def both(self, axes: int) -> list[float]:
         """Per axis."""
-        found, k = [0.0] * axes, 0
+        result, k = [0.0] * axes, 0
         at = 0.0
         for start, end, axis in sorted(self.sent):
             start = max(start, at)  # messages of two axes at once count once
@@ -481,6 +481,6 @@ class _Cover:
                 k += 1
             j = k
             while j < len(self.computed) and self.computed[j][0] < end:
-                found[axis] += min(end, self.computed[j][1]) - max(start, self.computed[j][0])
+                result[axis] += min(end, self.computed[j][1]) - max(start, self.computed[j][0])
                 j += 1
-        return found
+        return result

@@ -77,8 +77,8 @@ class Transients:
         key = (stage, kind)
         if key not in self._known:
             parts = self.parts_of(stage, kind)
-            found = self._course(parts, kind) if parts else _NOTHING
-            self._known[key] = replace(found, ahead=self.ahead(parts))
+            result = self._course(parts, kind) if parts else _NOTHING
+            self._known[key] = replace(result, ahead=self.ahead(parts))
         return self._known[key]
 
     def labels(self, stage: int, kind: str) -> tuple[str, ...]:
@@ -114,11 +114,11 @@ class Transients:
     def _gathered(self, name: str) -> float:
         segment = self.program.lowered.segments[name]
         values, inputs = segment.placed(), {n for n, _ in segment.graph.inputs}
-        found = 0.0
+        result = 0.0
         for node in segment.graph.nodes:
             if exact_transfer(node) == "all_gather" and inputs.issuperset(refs_of(node)):
-                found += sum(self.sheets.ops.nbytes(values[out]) for out in node.outs if out in values)
-        return found
+                result += sum(self.sheets.ops.nbytes(values[out]) for out in node.outs if out in values)
+        return result
 
     # -- one action ------------------------------------------------------------------------------------
 
@@ -185,10 +185,10 @@ class Transients:
         for k, item in enumerate(items):
             leaving = frozenset(each for each in dying.get(k, ()) if each in live)
             along.append(level + max(0.0, self._inner(item, storage, live, way, leaving)))
-            made = {storage[v] for v in item.outs} - live
-            gone = [each for each in dying.get(k, ()) if each in live or each in made]
-            live |= made
-            level += sum(size for _, size in made) - sum(size for _, size in gone)
+            new = {storage[v] for v in item.outs} - live
+            gone = [each for each in dying.get(k, ()) if each in live or each in new]
+            live |= new
+            level += sum(size for _, size in new) - sum(size for _, size in gone)
             live.difference_update(gone)
         return Course((*along, level + way.arrive_all()))
 
@@ -212,8 +212,8 @@ class Transients:
                 replace(m, outs=frozenset(names[o] for o in m.outs if o in names)) for m in inner.leaving
             ]
             return max(before, inner.peak)
-        made = sum(size for _, size in {storage[v] for v in item.outs if storage[v] not in live})
-        return max(before, made + self._taken(taken_by(item, self.program.lowered.values, self.sheets), way))
+        new = sum(size for _, size in {storage[v] for v in item.outs if storage[v] not in live})
+        return max(before, new + self._taken(taken_by(item, self.program.lowered.values, self.sheets), way))
 
     def names_of(self, call: Call) -> dict[str, str]:
         """Output of the segment -> how main calls it."""
@@ -244,10 +244,10 @@ class Transients:
             make = partial(self._segment, call.segment, lying, messages, moved)
             given = (lying, entering, self.sheets.dropped(call.segment), moved)
             self._inside[key] = self.sheets.known.of("inside", segment, given, make)
-        found = self._inside[key]
+        result = self._inside[key]
         # what nothing in the call waits for lies there all the time
         idle = sum(m.held for m in way.all if m.turn not in turns)
-        return replace(found, peak=found.peak + idle) if idle else found
+        return replace(result, peak=result.peak + idle) if idle else result
 
     def _turns(self, name: str) -> frozenset[str]:
         """Of the messages that are issued in a segment one at a time."""
@@ -338,9 +338,9 @@ class Transients:
             )
             return self.owner[part.stage] != own or not over
 
-        made = {v for part in parts for v in (*self._makes[part], *self._uses[part])}
+        new = {v for part in parts for v in (*self._makes[part], *self._uses[part])}
         return frozenset(
-            storage[v] for v in made if v in self.results or any(map(still_reads, self._users.get(v, ())))
+            storage[v] for v in new if v in self.results or any(map(still_reads, self._users.get(v, ())))
         )
 
     def entering(
@@ -359,15 +359,15 @@ class Transients:
 
         uses = {v for part in parts for v in self._uses[part]}
         held = set(filter(is_held, uses))
-        made = {storage[v] for part in parts for v in self._makes[part]}
+        new = {storage[v] for part in parts for v in self._makes[part]}
         there = frozenset(storage[v] for v in held)  # what the parts hand on of it is no second copy
-        return there, frozenset(storage[v] for v in uses - held) - there - made
+        return there, frozenset(storage[v] for v in uses - held) - there - new
 
 
 def _by_value(values: Mapping[StagePart, Sequence[str]]) -> dict[str, list[StagePart]]:
     """Value -> the parts that have it among theirs."""
-    found: dict[str, list[StagePart]] = {}
+    result: dict[str, list[StagePart]] = {}
     for part, own in values.items():
         for value in own:
-            found.setdefault(value, []).append(part)
-    return found
+            result.setdefault(value, []).append(part)
+    return result

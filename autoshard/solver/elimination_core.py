@@ -26,7 +26,7 @@ _MOST = 20_000
 @dataclass(frozen=True, eq=False)
 class Core:
     """The variables that are left. net: their costs, which hold those of the others, and no bytes. numbers:
-    theirs in the whole network.
+    theirs in the full network.
 
     seconds: of what is tied to none of them. gone: the others, the last eliminated first: number, seconds
     [k], and with each neighbour that was left then [k, k of the neighbour].

@@ -17,7 +17,7 @@ _FILL_CORE = 1500
 _FILL_DEGREE = 48
 #: tables of this many entries and more are all the same
 _HUGE = 10**18
-#: a logarithm of states is counted in steps of this size: whole numbers add up alike in any order
+#: a logarithm of states is counted in steps of this size: integers add up alike in any order
 _STEP = 1e-3
 #: entries of an order's tables, for every variable, up to which finding another takes longer than it saves
 _ENOUGH = 5_000

@@ -69,7 +69,7 @@ class Narrowed:
         return Narrowed(core, small, familiar.order(core.numbers, small.sizes, small.rows))
 
     def minimise(self, limits: Limits, *, moves: bool = True) -> MinimisedResidual:
-        """The least seconds, with states as of the whole network. moves: see `minimise_wide`."""
+        """The least seconds, with states as of the full network. moves: see `minimise_wide`."""
         answer = minimise(self.net, self.order, limits, moves=moves)
         states = None if answer.states is None else self.core.whole(self.net.original(answer.states))
         return MinimisedResidual(states, self.core.seconds + answer.lower_bound, answer.method)

@@ -23,7 +23,7 @@ _TIE = 1e-13
 _BETTER = 1e-11
 #: a join may be this many times larger than a front before it is cut
 _BURST = 20
-#: whole numbers below this one are exact, and so are their sums
+#: integers below this one are exact, and so are their sums
 _LARGEST = 2.0**52
 
 

@@ -51,7 +51,7 @@ class Residual:
 
     @classmethod
     def of(cls, network: CostNetwork) -> Residual:
-        """The whole network, not yet reduced. Raises ValueError on nan and on -inf."""
+        """The full network, not yet reduced. Raises ValueError on nan and on -inf."""
         residual = cls()
         residual.unary = [np.asarray(u, dtype=np.float64) for u in network.unary]
         residual.memory = [np.asarray(m, dtype=np.float64) for m in network.memory]

@@ -114,12 +114,12 @@ def proven_seconds(network: CostNetwork, limits: Limits | None, orders: Orders) 
 
 def _whole(network: CostNetwork) -> Residual:
     """Without the states that cannot be."""
-    whole = Residual.of(network)
+    full = Residual.of(network)
     try:
-        make_consistent(whole)
+        make_consistent(full)
     except Contradiction:
         raise NoFiniteAssignment(find_conflict(network)) from None
-    return whole
+    return full
 
 
 def _fastest(network: CostNetwork, limits: Limits, orders: Orders) -> _Answer:
@@ -130,12 +130,12 @@ def _fastest(network: CostNetwork, limits: Limits, orders: Orders) -> _Answer:
             raise NoFiniteAssignment(find_conflict(network))
         left = sum(len(u) for u in network.unary)
         return _Answer(direct.states, direct.cost, ELIMINATED, direct.order, left)
-    whole = _whole(network)
-    small = Narrowed.of(whole, orders.familiar(network))
+    full = _whole(network)
+    small = Narrowed.of(full, orders.familiar(network))
     answer = None if small is None else small.minimise(limits)
     if small is None or answer is None or answer.states is None:
         raise NoFiniteAssignment(find_conflict(network))
-    states = whole.original(answer.states)
+    states = full.original(answer.states)
     return _Answer(states, answer.lower_bound, answer.method, small.order, sum(small.net.sizes))
 
 

@@ -175,13 +175,13 @@ def _cut(index: torch.Tensor, placed: Any, ways: int, place: int) -> torch.Tenso
 
 def _runs(index: list[int]) -> list[tuple[int, int, int]]:
     """(first of the tensor, first of the part, count) of what follows one another."""
-    found: list[tuple[int, int, int]] = []
+    result: list[tuple[int, int, int]] = []
     for place, element in enumerate(index):
-        if found and element == found[-1][0] + found[-1][2]:
-            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        if result and element == result[-1][0] + result[-1][2]:
+            result[-1] = (*result[-1][:2], result[-1][2] + 1)
         else:
-            found.append((element, place, 1))
-    return found
+            result.append((element, place, 1))
+    return result
 
 
 def refusing(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Placement]:
@@ -263,9 +263,9 @@ class BlockTensor(torch.Tensor):
 
 
 def _with_part(local: torch.Tensor, part: LocalPart) -> BlockTensor:
-    made: BlockTensor = torch.Tensor._make_subclass(BlockTensor, local)
-    made._part = part
-    return made
+    new: BlockTensor = torch.Tensor._make_subclass(BlockTensor, local)
+    new._part = part
+    return new
 
 
 def plain_local(local: torch.Tensor) -> torch.Tensor:

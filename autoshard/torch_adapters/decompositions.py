@@ -14,9 +14,9 @@ def decomposition_of(packet: Any, overload: Any) -> Callable[..., Any] | None:
     packet: all overloads of the op, of which that of the same name, or the default one, is taken.
     """
     for name in (overload._overloadname, "default"):
-        found = getattr(packet, name, None)
-        if found in decomposition_table:
-            return decomposition_table[found]
-        if found is not None and found._can_decompose():
-            return found.decompose
+        result = getattr(packet, name, None)
+        if result in decomposition_table:
+            return decomposition_table[result]
+        if result is not None and result._can_decompose():
+            return result.decompose
     return None

@@ -33,21 +33,23 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 def op_handlers() -> dict[Any, Any]:
     """What runs ops on DTensors in another way, for a process: where `loss_parallel` adds its own."""
-    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return found
+    result: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return result
 
 
 def torch_placements(layout: Layout) -> list[TorchPlacement]:
     """The layout as DTensor placements; only layouts that programs store or return."""
-    found: list[TorchPlacement] = []
+    result: list[TorchPlacement] = []
     for placed in layout:
         if isinstance(placed, OurShard):
             assert placed.inner == 1 and placed.outer > 0  # a DTensor has no zigzag
             fused = placed.outer > 1
-            found.append(_StridedShard(placed.dim, split_factor=placed.outer) if fused else Shard(placed.dim))
+            result.append(
+                _StridedShard(placed.dim, split_factor=placed.outer) if fused else Shard(placed.dim)
+            )
         else:
-            found.append(Replicate())
-    return found
+            result.append(Replicate())
+    return result
 
 
 def allow_nan_checks() -> None:
@@ -60,9 +62,9 @@ def allow_nan_checks() -> None:
 
         @register_sharding(op)
         def any_true(x: Spec) -> list[tuple[list[TorchPlacement], list[TorchPlacement]]]:
-            found: list[tuple[list[TorchPlacement], list[TorchPlacement]]] = [([Replicate()], [Replicate()])]
+            result: list[tuple[list[TorchPlacement], list[TorchPlacement]]] = [([Replicate()], [Replicate()])]
             parts = (p for p in x.placements if not p.is_replicate() and not p.is_partial())
-            return found + [([Partial()], [part]) for part in parts]
+            return result + [([Partial()], [part]) for part in parts]
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
@@ -70,10 +72,10 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     placements = refusing(size, mesh, torch_placements(layout))
-    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+    new = DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
     if any(isinstance(p, _StridedShard) for p in placements):
-        made._spec = _spec(mesh, placements, made._spec.tensor_meta)
-    return described(made)
+        new._spec = _spec(mesh, placements, new._spec.tensor_meta)
+    return described(new)
 
 
 def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:

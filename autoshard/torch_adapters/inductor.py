@@ -89,12 +89,12 @@ def _stored_in(file: Path | None) -> Iterator[None]:
         torch.compiler.load_cache_artifacts(file.read_bytes())
     with CacheArtifactManager.with_fresh_cache():
         yield
-        made = None if file.is_file() else torch.compiler.save_cache_artifacts()
-    if made is not None:
+        new = None if file.is_file() else torch.compiler.save_cache_artifacts()
+    if new is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent)
         with os.fdopen(handle, "wb") as out:
-            out.write(made[0])
+            out.write(new[0])
         os.replace(name, file)
 
 
@@ -115,8 +115,8 @@ def forms_of(inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> li
     memory: dict[int, int] = {}
     for number, x in enumerate(inputs):
         memory.setdefault(x.untyped_storage()._cdata, number)
-    found: list[Form] = []
+    result: list[Form] = []
     for number, x in enumerate(outs, len(inputs)):
         first = memory.setdefault(x.untyped_storage()._cdata, number)
-        found.append((tuple(x.shape), tuple(x.stride()), first if first < number else None))
-    return found
+        result.append((tuple(x.shape), tuple(x.stride()), first if first < number else None))
+    return result

@@ -10,5 +10,5 @@ def is_random(op: str) -> bool:
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace, None), name, None)
-    found = getattr(packet, overload, None)
-    return found is not None and torch.Tag.nondeterministic_seeded in found.tags
+    result = getattr(packet, overload, None)
+    return result is not None and torch.Tag.nondeterministic_seeded in result.tags

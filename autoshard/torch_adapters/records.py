@@ -120,10 +120,10 @@ def _restored(value: Any) -> Any:
     values = [from_records(v) for v in value.values]
     if issubclass(kind, tuple):
         return tuple.__new__(kind, values)
-    made = object.__new__(kind)
+    new = object.__new__(kind)
     for name, field in zip(value.names, values, strict=True):
-        object.__setattr__(made, name, field)
-    return made
+        object.__setattr__(new, name, field)
+    return new
 
 
 def check_record(context: Any, children: Sequence[Any]) -> None:
@@ -154,7 +154,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 def _class_named(name: str) -> type | None:
     """A class of a module that is imported already: nothing is imported for a program."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    result: Any = sys.modules.get(module)
     for word in path.split("."):
-        found = vars(found).get(word) if hasattr(found, "__dict__") else None
-    return found if isinstance(found, type) else None
+        result = vars(result).get(word) if hasattr(result, "__dict__") else None
+    return result if isinstance(result, type) else None

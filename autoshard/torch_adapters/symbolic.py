@@ -35,8 +35,8 @@ def symbolic_like(tensor: torch.Tensor, mode: FakeTensorMode, *, fixed: bool) ->
     with torch.no_grad():
         fake = mode.from_tensor(like, symbolic_context=context)
         with mode:
-            made = torch.empty_strided(fake.shape, fake.stride(), dtype=tensor.dtype, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
+            new = torch.empty_strided(fake.shape, fake.stride(), dtype=tensor.dtype, device="cpu")
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def symbols_of(tensor: torch.Tensor) -> list[sympy.Symbol | None]:
@@ -49,11 +49,11 @@ def decisions_of(mode: FakeTensorMode, symbols: Sequence[sympy.Symbol]) -> list[
     """What has to hold of the symbols for the code that ran to run alike."""
     env = mode.shape_env
     assert env is not None
-    found = [guard.expr for guard in env.guards]
+    result = [guard.expr for guard in env.guards]
     for symbol in symbols:
         bounds = env.var_to_range.get(symbol)
         if bounds is not None:
-            found.append(sympy.Ge(symbol, bounds.lower))
+            result.append(sympy.Ge(symbol, bounds.lower))
             if bounds.upper.is_finite and bounds.upper < 2**31:
-                found.append(sympy.Le(symbol, bounds.upper))
-    return found
+                result.append(sympy.Le(symbol, bounds.upper))
+    return result

@@ -121,7 +121,7 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
         gradients_overlap=_or(told.grad_reduce, behaviour.gradients_overlap),
         gathers_overlap=_or(told.param_gather, behaviour.gathers_overlap),
         exchange_overlap=told.ep_a2a,
-        attention_again=run.recompute == "attention",
+        recomputes_scores=run.recompute == "attention",
         keeps=_keeps(run, behaviour),
         product_dtype="f8" if run.fp8 and "f8" in rates else "",
         tensor_overlap=_or(told.tp, behaviour.tensor_overlap) or "async tp" in run.framework.lower(),

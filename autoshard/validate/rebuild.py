@@ -110,8 +110,8 @@ def _refused(run: Run, error: AutoshardError) -> Unsupported:
 
 def padded_vocab(vocab: int, tensor: int, multiple: int) -> int:
     """Rows of an embedding that is divided over tensor ranks: a multiple of ``multiple`` on each of them."""
-    whole = multiple * tensor
-    return vocab if tensor == 1 or not multiple else -(-vocab // whole) * whole
+    full = multiple * tensor
+    return vocab if tensor == 1 or not multiple else -(-vocab // full) * full
 
 
 def mesh_of(run: Run) -> Mesh:
@@ -127,7 +127,7 @@ def mesh_of(run: Run) -> Mesh:
 
 
 def storable(hidden: int, ranks: int) -> int:
-    """The most ranks, in whole groups, that a dim of this size can be divided over without empty parts.
+    """The most ranks, in full groups, that a dim of this size can be divided over without empty parts.
 
     ZeRO divides flat buffers or pads what it stores; programs here divide tensors.
     """

@@ -49,27 +49,27 @@ def largest(tensors: Tensors) -> float:
 
 
 def checks_of(
-    kind: str, found: Tensors, wanted: Tensors, tolerance: Tolerance, least: float = 0.0
+    kind: str, result: Tensors, wanted: Tensors, tolerance: Tolerance, least: float = 0.0
 ) -> list[Check]:
     """One check per tensor; one that only one side has fails. least: no tensor is measured against less."""
     biggest = largest({k: v for k, v in wanted.items() if v.is_floating_point()})
     scale = max(tolerance.floor * biggest, least)
-    names = dict.fromkeys([*wanted, *found])
-    errors = {n: _error(found.get(n), wanted.get(n), scale) for n in names}
+    names = dict.fromkeys([*wanted, *result])
+    errors = {n: _error(result.get(n), wanted.get(n), scale) for n in names}
     return [Check(kind, n, error, error <= tolerance.error) for n, error in errors.items()]
 
 
-def _error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
-    if found is None or wanted is None or found.shape != wanted.shape:
+def _error(result: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
+    if result is None or wanted is None or result.shape != wanted.shape:
         return inf
     if not wanted.numel():
         return 0.0
-    if wanted.is_complex() and found.dtype == wanted.dtype:
-        return _error(torch.view_as_real(found), torch.view_as_real(wanted), scale)
+    if wanted.is_complex() and result.dtype == wanted.dtype:
+        return _error(torch.view_as_real(result), torch.view_as_real(wanted), scale)
     if not wanted.is_floating_point():
-        return 0.0 if torch.equal(found, wanted) else inf
-    same = (found == wanted) | (found.isnan() & wanted.isnan())
-    difference = torch.where(same, 0.0, (found.double() - wanted.double()).abs()).max()
+        return 0.0 if torch.equal(result, wanted) else inf
+    same = (result == wanted) | (result.isnan() & wanted.isnan())
+    difference = torch.where(same, 0.0, (result.double() - wanted.double()).abs()).max()
     finite = torch.where(wanted.isfinite(), wanted, 0.0)
     error = float(difference) / max(float(finite.abs().max()), scale, 1e-30)
     return error if isfinite(error) else inf

@@ -35,8 +35,8 @@ def written_out(
 
     def add(op: str, args: tuple[object, ...], out: str, type_: TensorType, layout: Layout) -> None:
         known[out] = PlacedValue(type_, layout)
-        made = Node(op, args, (), (out,), (type_,), node.origin, node.backward)
-        nodes.append(on_a_rank(made, known, rules, mesh))
+        new = Node(op, args, (), (out,), (type_,), node.origin, node.backward)
+        nodes.append(on_a_rank(new, known, rules, mesh))
 
     args, ends = list(node.args), list[tuple[str, str]]()
     outs, types = list(node.outs), list(node.types)

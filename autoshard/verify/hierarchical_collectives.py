@@ -52,9 +52,9 @@ def wrong_step(
     size, layouts, _ = in_runs(size, (before.layout, after.layout), dim, sizes, parts)
     for at in coordinates(others, sizes):
         have = [held_at(size, layouts[0], dim, sizes, {**at, **own}) for own in ranks]
-        whole = join(have, outer) if kind == "all_gather" else None
+        full = join(have, outer) if kind == "all_gather" else None
         for k, own in enumerate(ranks):
-            given = cut(have[k], outer, 1, len(ranks), k) if whole is None else whole
+            given = cut(have[k], outer, 1, len(ranks), k) if full is None else full
             if not np.array_equal(given, held_at(size, layouts[1], dim, sizes, {**at, **own})):
                 return "ranks would hold other elements than the placements say"
     return ""

@@ -78,15 +78,15 @@ class Locator:
         return 0
 
     def _ranks(self, at: ProgramLocation) -> str:
-        """Which ranks of the whole mesh run it, as text."""
-        whole = Mesh.parse(self.program.whole_mesh)
+        """Which ranks of the full mesh run it, as text."""
+        full = Mesh.parse(self.program.full_mesh)
         stages = self.program.stages
         if stages is None:
-            return "all ranks" if whole.world_size > 1 else "rank 0"
+            return "all ranks" if full.world_size > 1 else "rank 0"
         pipe = at.rank if at.rank >= 0 else stages.schedule.owner[at.stage] if at.stage >= 0 else -1
         if pipe < 0:
             return "all ranks"
-        own = [r for r in range(whole.world_size) if whole.coords(r)[stages.position] == pipe]
+        own = [r for r in range(full.world_size) if full.coords(r)[stages.position] == pipe]
         word = f"stage {at.stage}" if at.stage >= 0 else f"pipeline rank {pipe}"
         return f"ranks {spans(own)} ({word})" if len(own) > 1 else f"rank {own[0]} ({word})"
 
@@ -124,11 +124,11 @@ class Locator:
 
 def spans(ranks: list[int]) -> str:
     """``0-3,8-11``"""
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     for rank in ranks:
-        if found and found[-1][1] == rank - 1:
-            found[-1] = (found[-1][0], rank)
+        if result and result[-1][1] == rank - 1:
+            result[-1] = (result[-1][0], rank)
         else:
-            found.append((rank, rank))
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in found]
+            result.append((rank, rank))
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in result]
     return ",".join(words) if len(words) <= 4 else f"{','.join(words[:3])},...,{words[-1]}"

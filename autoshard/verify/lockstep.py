@@ -5,7 +5,7 @@ for one rank and the same seed, since the mask of its dropout is a function of t
 positions, which eager PyTorch's is not.
 
 A step of a program with several microbatches is all of them, compared with one call of the model with the
-whole batch. Only where a program computes something for every microbatch by itself (`Program.alone`) is it
+full batch. Only where a program computes something for every microbatch by itself (`Program.alone`) is it
 compared with a program for one rank, which does the same. A batch of the size of one microbatch is verified
 as that one. Casts to 8 bits round nothing (`verify.exact_casts`); what they round is measured apart.
 """
@@ -34,7 +34,7 @@ from autoshard.program.program import Program
 from autoshard.runtime.lockstep.rounding import Rounding
 from autoshard.runtime.lockstep.step_lockstep import Held, StepLockstep
 from autoshard.runtime.microbatch import Batch as Arguments
-from autoshard.runtime.microbatch import calls_of, whole_batch
+from autoshard.runtime.microbatch import calls_of, full_batch
 from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.records import from_records, to_records
 from autoshard.verify.checks import FLOAT32, HALF, QUANTISED, Check, Tensors, Tolerance, checks_of, largest
@@ -82,10 +82,10 @@ class Verification:
 
     def kinds(self) -> dict[str, list[Check]]:
         """Checks by kind, in the order they were made."""
-        found: dict[str, list[Check]] = {}
+        result: dict[str, list[Check]] = {}
         for check in self.checks:
-            found.setdefault(check.kind, []).append(check)
-        return found
+            result.setdefault(check.kind, []).append(check)
+        return result
 
     def worst(self) -> Check:
         return max(self.checks, key=lambda c: c.error if isfinite(c.error) else inf)
@@ -189,10 +189,10 @@ def _verified(
             say("measuring what casts round")
             rounds = Ranks(program, initial, batch, seed)
             cast_loss = _loss(rounds.step())
-    ranks = Mesh.parse(program.whole_mesh).world_size
+    ranks = Mesh.parse(program.full_mesh).world_size
     rounded = tuple(_rounded(program, rounds.lockstep.rounding))
     return Verification(
-        program.whole_mesh, ranks, steps, named, tolerance, checks, losses, rounded, tuple(cast_loss)
+        program.full_mesh, ranks, steps, named, tolerance, checks, losses, rounded, tuple(cast_loss)
     )
 
 
@@ -238,7 +238,7 @@ def has_dropout(program: Program) -> bool:
 
 
 def needs_one_rank(program: Program) -> bool:
-    """Whether the model itself, called with a whole batch, gives something else than the program."""
+    """Whether the model itself, called with a full batch, gives something else than the program."""
     updates = any(r.kind == "buffer" for r in program.signature.results)
     return has_dropout(program) or (program.microbatches > 1 and (updates or bool(program.alone)))
 
@@ -254,9 +254,9 @@ def _check_model(program: Program, model: nn.Module) -> None:
     for port in program.signature.ports:
         if port.kind not in ("param", "buffer"):
             continue
-        found = given.get(port.target)
-        if found is None or tuple(found.shape) != port.type.shape:
-            what = "is missing" if found is None else f"has shape {list(found.shape)}"
+        result = given.get(port.target)
+        if result is None or tuple(result.shape) != port.type.shape:
+            what = "is missing" if result is None else f"has shape {list(result.shape)}"
             raise UsageError(
                 f"{port.kind} {port.target} {what}",
                 why=f"the program was compiled from a model where it has shape {list(port.type.shape)}",
@@ -303,7 +303,7 @@ class Batch:
         if program.stages is not None and len(self.calls) < program.microbatches:
             # a schedule runs all its microbatches: the same one again and again
             self.calls *= program.microbatches
-            self.whole = whole_batch(program, self.whole)
+            self.whole = full_batch(program, self.whole)
         self.tangents = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
         self.sums = frozenset(program.sums)
         #: all tensors that the model returns; those of them that the program makes
@@ -315,12 +315,12 @@ class Batch:
         return position if len(self.calls) == 1 else f"{position} of microbatch {call + 1}"
 
     def joined(self, outputs: Tensors, wanted: Tensors) -> Tensors:
-        """Outputs of the whole batch from those of its microbatches, in the shapes that are wanted."""
-        found: Tensors = {}
+        """Outputs of the full batch from those of its microbatches, in the shapes that are wanted."""
+        result: Tensors = {}
         for position, like in wanted.items():
             pieces = [outputs[self.label(position, call)] for call in range(len(self.calls))]
-            found[position] = _joined(pieces, like, position in self.sums)
-        return found
+            result[position] = _joined(pieces, like, position in self.sums)
+        return result
 
 
 def _joined(pieces: Sequence[torch.Tensor], like: torch.Tensor, sums: bool) -> torch.Tensor:
@@ -344,7 +344,7 @@ def _tangent(port: Port) -> torch.Tensor:
 
 
 class Eager:
-    """The model as it is, called once with the whole batch."""
+    """The model as it is, called once with the full batch."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         self.model, self.batch = model, batch
@@ -382,8 +382,8 @@ class Eager:
             self.optimizer.step()
 
     def state(self) -> Tensors:
-        found = {n: p.detach() for n, p in self.named.items()}
-        return found | {n: b.detach() for n, b in self.model.named_buffers()}
+        result = {n: p.detach() for n, p in self.named.items()}
+        return result | {n: b.detach() for n, b in self.model.named_buffers()}
 
 
 class Ranks:
@@ -416,23 +416,23 @@ class Ranks:
                 number = self.seed * 1_000_003 + self.steps + call
                 values[name] = self.lockstep.shards(torch.tensor(number), name)
         with torch.no_grad():
-            made = self.runner.step({self.ports[t]: self._taken(t) for t in self.held}, fixed)
+            new = self.runner.step({self.ports[t]: self._taken(t) for t in self.held}, fixed)
         outputs: Tensors = {}
         grads: Tensors = {}
         self.grads = {}
         for result in self.program.signature.results:
             meaning = f"{result.kind} {result.target}"
             if result.kind == "output":
-                for call, found in enumerate(made.outputs[result.value]):
+                for call, results in enumerate(new.outputs[result.value]):
                     label = self.batch.label(result.target, call)
-                    outputs[label] = self._whole([found], result.value, meaning)
+                    outputs[label] = self._whole([results], result.value, meaning)
             elif result.kind == "grad":
-                self.grads[result.target] = made.grads[result.value]
-                grads[result.target] = self._whole(made.grads[result.value].values(), result.value, meaning)
+                self.grads[result.target] = new.grads[result.value]
+                grads[result.target] = self._whole(new.grads[result.value].values(), result.value, meaning)
             elif result.kind == "buffer":
                 # a buffer is whole on every rank, however the program makes it
-                whole = self._whole([made.buffers[result.value]], result.value, meaning)
-                self.held[result.target] = self.runner.held(whole, self.ports[result.target])
+                full = self._whole([new.buffers[result.value]], result.value, meaning)
+                self.held[result.target] = self.runner.held(full, self.ports[result.target])
         self.steps += len(self.fixed)
         return StepResult(outputs, grads)
 
@@ -462,11 +462,11 @@ class Ranks:
     def _whole(self, held: Iterable[Sequence[torch.Tensor]], value: str, meaning: str) -> torch.Tensor:
         """The value from its shards; stages that hold the same must hold equal shards."""
         try:
-            found = [self.lockstep.whole(shards, value) for shards in held]
-            for other in found[1:]:
-                if not torch.allclose(other, found[0], rtol=1e-5, atol=1e-6, equal_nan=True):
+            result = [self.lockstep.whole(shards, value) for shards in held]
+            for other in result[1:]:
+                if not torch.allclose(other, result[0], rtol=1e-5, atol=1e-6, equal_nan=True):
                     raise AssertionError(f"{value} differs between pipeline stages")
-            return found[0]
+            return result[0]
         except AssertionError as error:
             raise VerificationError(
                 f"{meaning} is not the same on ranks that should hold the same",
@@ -505,14 +505,14 @@ def _compare(
     for step in range(max(1, steps)):
         say(f"step {step + 1} of {max(1, steps)}")
         wanted = reference.step()
-        found = subject.step()
+        result = subject.step()
         if isinstance(reference, Eager):
-            found = StepResult(batch.joined(found.outputs, wanted.outputs), found.grads)
-        losses += _loss(found)
+            result = StepResult(batch.joined(result.outputs, wanted.outputs), result.grads)
+        losses += _loss(result)
         if step == 0:
-            checks += checks_of("output", found.outputs, wanted.outputs, tolerance)
-            wanted_grads = _with_zeros(wanted.grads, found.grads)
-            checks += checks_of("gradient", found.grads, wanted_grads, tolerance)
+            checks += checks_of("output", result.outputs, wanted.outputs, tolerance)
+            wanted_grads = _with_zeros(wanted.grads, result.grads)
+            checks += checks_of("gradient", result.grads, wanted_grads, tolerance)
             # Adam divides by the size of the gradient: with a smaller eps, elements whose gradient is
             # mathematically zero would move by the sign of their rounding error
             eps = max(1e-8, tolerance.floor * largest(wanted.grads))
@@ -534,10 +534,10 @@ def _loss(step: StepResult) -> list[float]:
     """The first floating scalar among the outputs, its sum over the microbatches; none if there is none."""
     scalars = {k: float(x) for k, x in step.outputs.items() if x.dim() == 0 and x.is_floating_point()}
     first = next(iter(scalars), "").split(" ")[0]
-    found = [x for k, x in scalars.items() if k.split(" ")[0] == first]
-    return [sum(found)] if found else []
+    result = [x for k, x in scalars.items() if k.split(" ")[0] == first]
+    return [sum(result)] if result else []
 
 
-def _with_zeros(wanted: Tensors, found: Tensors) -> Tensors:
+def _with_zeros(wanted: Tensors, result: Tensors) -> Tensors:
     """A gradient of zero may be missing in eager mode."""
-    return wanted | {k: torch.zeros_like(v) for k, v in found.items() if k not in wanted and not v.any()}
+    return wanted | {k: torch.zeros_like(v) for k, v in result.items() if k not in wanted and not v.any()}

@@ -38,12 +38,12 @@ def broken_moves(
     node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
 ) -> Iterator[tuple[Rule, str, str]]:
     """(rule, value, why) of everything that is wrong with a collective. values: those around it."""
-    found = moves_of(node)
-    if found is None:
+    result = moves_of(node)
+    if result is None:
         yield "collective", node.outs[0], "its arguments are not those of such a collective"
         return
     if node.op in HOST_OPS:
-        for move in found:
+        for move in result:
             if values[move.source] != values[move.out]:
                 yield "placement", move.out, "host memory changes neither type nor placement of a value"
         return
@@ -54,13 +54,13 @@ def broken_moves(
         return
     axes = tuple(mesh.names.index(name) for name in names)
     if spec.family == "quantised":
-        why = wrong_precision(node.args[3:], len(found))
+        why = wrong_precision(node.args[3:], len(result))
         if why:
             yield "collective", node.outs[0], why
-    dtypes = {values[m.source].type.dtype for m in found}
+    dtypes = {values[m.source].type.dtype for m in result}
     if len(dtypes) > 1:
         yield "collective", node.outs[0], f"one message cannot hold {' and '.join(sorted(dtypes))}"
-    for move in found:
+    for move in result:
         why = _wrong(move, node, spec.transfer, axes, values, mesh)
         if why:
             yield "collective", move.out, why

@@ -45,12 +45,12 @@ class OpChecker:
         return self._known[key]
 
     def factored(self, pattern: Pattern) -> Factored:
-        """The factors of an op; without a rule it needs whole tensors."""
+        """The factors of an op; without a rule it needs full tensors."""
         if pattern.number not in self._factored:
             fn = self.rules.get(pattern.node.op)
-            made = opaque(pattern.ins, pattern.node.types) if fn is None else fn(pattern.node, pattern.ins)
-            made.check(pattern.ins, pattern.node.types)
-            self._factored[pattern.number] = made
+            new = opaque(pattern.ins, pattern.node.types) if fn is None else fn(pattern.node, pattern.ins)
+            new.check(pattern.ins, pattern.node.types)
+            self._factored[pattern.number] = new
         return self._factored[pattern.number]
 
     def _judged(self, pattern: Pattern, lies: Lies) -> Judgement:

@@ -43,9 +43,9 @@ def check_order(program: Program, moves: Moves | None = None) -> Ordered:
 
     moves: what the ranks do, if not what follows from the program.
     """
-    found = list(_schedule(program))
-    if found:
-        return Ordered(tuple(found), 0, 0)
+    result = list(_schedule(program))
+    if result:
+        return Ordered(tuple(result), 0, 0)
     try:
         rows = moves_of(program) if moves is None else moves
     except KeyError as error:
@@ -54,10 +54,10 @@ def check_order(program: Program, moves: Moves | None = None) -> Ordered:
         )
         return Ordered((missing,), 0, 0)
     traffic = _Traffic(program, rows)
-    found = [*traffic.pairs(), *traffic.contents()]
-    found += traffic.progress()
-    found += _shared(program)
-    return Ordered(tuple(found), sum(map(len, rows)), sum(len(m.sends) for row in rows for m in row))
+    result = [*traffic.pairs(), *traffic.contents()]
+    result += traffic.progress()
+    result += _shared(program)
+    return Ordered(tuple(result), sum(map(len, rows)), sum(len(m.sends) for row in rows for m in row))
 
 
 def _schedule(program: Program) -> Iterator[Finding]:

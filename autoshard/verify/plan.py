@@ -32,11 +32,11 @@ def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
             fingerprint_of(program, rule_table(RULES, rules)),
         ),
     )
-    for what, planned, found in pairs:
-        if planned != found:
+    for what, planned, result in pairs:
+        if planned != result:
             yield Finding(
                 "plan",
-                f"the {what} is {found!r}, the plan's {planned!r}",
+                f"the {what} is {result!r}, the plan's {planned!r}",
                 ProgramLocation(),
                 "they are the same",
             )

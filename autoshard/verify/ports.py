@@ -59,14 +59,14 @@ def broken_results(
     holders = _holders(program)
     phases = _phases(program)
     for result, wanted in zip(program.signature.results, terms.results, strict=True):
-        made = {stage: values[result.value] for stage, values in own.items() if result.value in values}
-        if LOST in made.values():
+        new = {stage: values[result.value] for stage, values in own.items() if result.value in values}
+        if LOST in new.values():
             continue  # told where it was lost
-        if not made and result.value in terms.ports:
-            made = {0: terms.ports[result.value]}
-        yield from _computed(result, made, wanted, terms, phases)
+        if not new and result.value in terms.ports:
+            new = {0: terms.ports[result.value]}
+        yield from _computed(result, new, wanted, terms, phases)
         if result.kind == "grad":
-            yield from _gradient(program, result, ports.get(("param", result.target)), made, holders)
+            yield from _gradient(program, result, ports.get(("param", result.target)), new, holders)
         elif result.kind == "buffer":
             yield from _lies_alike(program, result, ports.get(("buffer", result.target)))
 
@@ -78,15 +78,15 @@ def _computed(
     if not made:
         yield Finding("result", f"{name} is made by no stage", at)
     elif result.kind == "grad":
-        found, right = terms.all_terms(made.values()), terms.terms_of(wanted)
-        if found != right:
+        results, right = terms.all_terms(made.values()), terms.terms_of(wanted)
+        if results != right:
             stages = ", ".join(map(str, made))
             yield Finding(
                 "gradient",
                 f"{name} is not that of the model",
                 at,
-                f"the model adds up {len(right)} terms; stages {stages} add up {len(found)}, "
-                f"{len(set(found) & set(right))} of them the model's",
+                f"the model adds up {len(right)} terms; stages {stages} add up {len(results)}, "
+                f"{len(set(results) & set(right))} of them the model's",
             )
         early = phases.get(result.value, set()) - set(_SUMMED)
         if early:
@@ -151,9 +151,9 @@ def _holders(program: Program) -> Mapping[str, tuple[int, ...]]:
 
 def _phases(program: Program) -> Mapping[str, set[str]]:
     """Value of main -> the phases in which it is made."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for part in program.lowered.parts:
         for item in program.lowered.of(part):
             for out in item.outs:
-                found.setdefault(out, set()).add(part.phase)
-    return found
+                result.setdefault(out, set()).add(part.phase)
+    return result

@@ -25,13 +25,13 @@ class QuantizedRows:
     @classmethod
     def of(cls, graph: Graph, values: Mapping[str, PlacedValue]) -> QuantizedRows:
         """Those that norms of the graph say that they make. values: of the graph."""
-        made: dict[str, tuple[PlacedValue, int]] = {}
+        new: dict[str, tuple[PlacedValue, int]] = {}
         for node in graph.nodes:
             if node.op in NORMS and len(node.args) == NORMS[node.op][1] + 1 and isinstance(node.args[0], Ref):
                 place, last = NORMS[node.op]
                 if len(node.outs) > place and type(node.args[last]) is int:
-                    made[node.outs[place]] = values[node.args[0].name], node.args[last]
-        return cls(made)
+                    new[node.outs[place]] = values[node.args[0].name], node.args[last]
+        return cls(new)
 
     def broken(
         self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
@@ -52,8 +52,8 @@ class QuantizedRows:
         if wanted is None:
             yield wire, f"{rows.type} does not lie in whole rows of groups of {group}, as many on every rank"
         elif wanted != values[wire]:
-            found = values[wire].type
-            yield wire, f"the wire of {rows.type} is {wanted.type}, split as its rows are; it is {found}"
+            result = values[wire].type
+            yield wire, f"the wire of {rows.type} is {wanted.type}, split as its rows are; it is {result}"
 
     def gather_of_rows(
         self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
@@ -69,10 +69,10 @@ class QuantizedRows:
         out = values[node.outs[0]].type
         shape = rows_of_rank(rows, mesh)
         if (said.group, said.shape, said.dtype) != (group, shape, out.dtype):
-            found = f"{said.dtype}{list(said.shape)} in groups of {said.group}"
-            return f"it reads a wire of {out.dtype}{list(shape or ())} in groups of {group} as {found}"
+            result = f"{said.dtype}{list(said.shape)} in groups of {said.group}"
+            return f"it reads a wire of {out.dtype}{list(shape or ())} in groups of {group} as {result}"
         name = f"{said.wire}.rows"
         args = ((Ref(name),), node.args[1], (said.where,), (WIRE_BITS,), group)
         placed = PlacedValue(TensorType(rows.type.shape, out.dtype), rows.layout)
-        made = Node(ALL_GATHER_Q.op, args, (), node.outs, node.types, node.origin, node.backward)
-        return made, {**values, name: placed}
+        new = Node(ALL_GATHER_Q.op, args, (), node.outs, node.types, node.origin, node.backward)
+        return new, {**values, name: placed}

@@ -14,7 +14,7 @@ Rule = Literal[
     "interface",  # what a call is given, or gives, is not what the segment says
     "function",  # something is computed that the model does not compute
     "result",  # a result is not that of the model
-    "gradient",  # a gradient does not end as its parameter lies, or is not a whole sum
+    "gradient",  # a gradient does not end as its parameter lies, or is not a full sum
     "shards",  # shards do not cover a tensor exactly
     "schedule",  # the actions of a pipeline are not complete, in order, or able to run
     "message",  # a send without its receive, out of order, or of something else
@@ -59,7 +59,7 @@ class Finding:
 class Located:
     """A finding with its place in words.
 
-    ranks: of the whole mesh, as text (``ranks 8-15 (stage 1)``). line: of the program's text, 0 if there is
+    ranks: of the full mesh, as text (``ranks 8-15 (stage 1)``). line: of the program's text, 0 if there is
     none. text: that line. source: the user's line, "" if unknown.
     """
 

@@ -44,9 +44,9 @@ def opened(
         part = symbolic_shape(placed.type.shape, placed.layout, mesh)
         if repr(ring.shape) != repr(part):
             return f"a rank's part of {ring.moved} has the shape {part}, not {ring.shape}"
-    made = _Opening(node, ring, dict(values), rules, mesh)
-    nodes = made.gather() if ring.gathers else made.scatter()
-    return tuple(nodes), made.values
+    new = _Opening(node, ring, dict(values), rules, mesh)
+    nodes = new.gather() if ring.gathers else new.scatter()
+    return tuple(nodes), new.values
 
 
 def _matrix(type_: TensorType, *, rows: bool) -> tuple[int, int] | None:
@@ -72,17 +72,17 @@ class _Opening:
 
     def gather(self) -> list[Node]:
         ring, node = self.ring, self.node
-        whole = node.outs[0]
-        type_ = self.values[whole].type
-        nodes = [self._collective("all_gather", ring.moved, whole)]
-        rows = whole
+        full = node.outs[0]
+        type_ = self.values[full].type
+        nodes = [self._collective("all_gather", ring.moved, full)]
+        rows = full
         if len(type_.shape) > 2:
-            rows = f"{whole}.rows"
+            rows = f"{full}.rows"
             flat = TensorType((prod(type_.shape[:-1]), type_.shape[-1]), type_.dtype)
             # every product needs the rows in the same place; the first says where
             out, weight = self.values[node.outs[1]].layout, self.values[ring.products[0][1]].layout
             self.values[rows] = PlacedValue(flat, tuple(map(_rows_of, out, weight)))
-            nodes.append(self._op(_VIEW, (Ref(whole), flat.shape), rows))
+            nodes.append(self._op(_VIEW, (Ref(full), flat.shape), rows))
         for (_, weight_name), product in zip(ring.products, node.outs[1:], strict=True):
             nodes.append(self._op(_MM, (Ref(rows), Ref(weight_name)), product))
         return nodes

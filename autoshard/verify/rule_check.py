@@ -31,7 +31,7 @@ _DTYPE_NAMES = {getattr(torch, torch_name): name for name, (torch_name, _) in DT
 
 
 class WrongRule(AssertionError):
-    """Shards recombine to something else than the op gives on whole tensors."""
+    """Shards recombine to something else than the op gives on full tensors."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OpSample:
 
 @dataclass(frozen=True)
 class SampleNode:
-    """A sample as a node of a graph, with what it gives on whole tensors."""
+    """A sample as a node of a graph, with what it gives on full tensors."""
 
     node: Node
     ins: tuple[TensorType, ...]
@@ -80,12 +80,12 @@ def _tensors(arg: Any) -> Iterator[torch.Tensor]:
 
 def make_call(sample: OpSample) -> SampleNode:
     """The sample as a node; its types are those of the real outputs."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def written(arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
-            found.append(arg)
-            return Ref(f"x{len(found) - 1}")
+            results.append(arg)
+            return Ref(f"x{len(results) - 1}")
         if isinstance(arg, torch.dtype):
             return Dtype(_DTYPE_NAMES[arg])
         if isinstance(arg, list | tuple):
@@ -100,19 +100,19 @@ def make_call(sample: OpSample) -> SampleNode:
     outs = tuple(result) if isinstance(result, tuple | list) else (result,)
     types = tuple(None if o is None else type_of(o) for o in outs)
     node = Node(sample.op, args, kwargs, tuple(f"y{k}" for k in range(len(outs))), types)
-    return SampleNode(node, tuple(type_of(x) for x in found), tuple(found), outs, sample)
+    return SampleNode(node, tuple(type_of(x) for x in results), tuple(results), outs, sample)
 
 
 def digits_of(rule: Factored) -> list[list[Digit]]:
     """For every factor the whole and the outer and inner parts of its size, each a class of its own."""
-    found: list[list[Digit]] = []
+    result: list[list[Digit]] = []
     count = 0
     for size in rule.sizes:
         inside = [d for d in range(2, size) if size % d == 0]
         parts = [(1, size), *((d, size // d) for d in inside), *((1, d) for d in inside)]
-        found.append([(outer, own, count + k) for k, (outer, own) in enumerate(parts)])
+        result.append([(outer, own, count + k) for k, (outer, own) in enumerate(parts)])
         count += len(parts)
-    return found
+    return result
 
 
 def check_rule(rule: UserRule, *args: Any, **kwargs: Any) -> int:
@@ -235,13 +235,13 @@ def _check_output(
             raise WrongRule(f"{told}: {part.dtype} instead of {out.dtype}")
     if sample.shapes_only:
         return
-    whole, out = recombine([comparable(x) for x in parts], layout, views, out.shape, told), comparable(out)
+    full, out = recombine([comparable(x) for x in parts], layout, views, out.shape, told), comparable(out)
     if any(isinstance(p, Partial) and p.reduce == "lse" for p in layout):
-        whole, out = _plain_stats(whole), _plain_stats(out)
+        full, out = _plain_stats(full), _plain_stats(out)
     dtypes = {x.dtype for x in _tensors((sample.args, out))}
     tolerance = next((t for dtype, t in TOLERANCES.items() if dtype in dtypes), 0.0)
     try:
-        torch.testing.assert_close(whole, out, rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(full, out, rtol=tolerance, atol=tolerance, equal_nan=True)
     except AssertionError as error:
         raise WrongRule(f"{told}: {error}") from error
 
@@ -292,13 +292,13 @@ def _shards(
 ) -> list[torch.Tensor]:
     """What each rank holds of an input; terms of a partial sum are random."""
     terms = _terms(x, [n for n, p in zip(views[0].sizes, layout, strict=True) if isinstance(p, Partial)])
-    found = []
+    result = []
     for view in views:
         pending = tuple(c for c, p in zip(view.coords, layout, strict=True) if isinstance(p, Partial))
         part = shard_tensor(terms[pending], layout, view.sizes, view.coords).clone()
         assert tuple(part.shape) == local_shape(type_.shape, layout, view.sizes, view.coords)
-        found.append(part)
-    return found
+        result.append(part)
+    return result
 
 
 def _terms(x: torch.Tensor, sizes: Sequence[int]) -> dict[tuple[int, ...], torch.Tensor]:

@@ -48,31 +48,31 @@ def shrunk(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     numbers = {k: v for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)}
     heads = {k: v for k, v in numbers.items() if _HEADS.match(k) and v > 0}
     least = min(heads.values(), default=1)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         k: min(least, HEADS) * (min(v // least, RATIO) if v % least == 0 else 1) for k, v in heads.items()
     }
-    most = max(found.values(), default=4)
+    most = max(result.values(), default=4)
     wide = max((v for k, v in numbers.items() if _WIDTH.match(k)), default=0)
     for key, value in numbers.items():
         if _LAYERS.match(key):
-            found[key] = min(value, layers)
+            result[key] = min(value, layers)
         elif _HEAD_WIDTH.search(key):
-            found[key] = min(value, HEAD)
+            result[key] = min(value, HEAD)
         elif _WIDTH.match(key):
-            found[key] = min(value, most * HEAD)
+            result[key] = min(value, most * HEAD)
         elif _INNER.search(key):
-            found[key] = _inner(value, wide, most * HEAD)
+            result[key] = _inner(value, wide, most * HEAD)
         elif _RANK.search(key):
-            found[key] = min(value, 2 * HEAD)
+            result[key] = min(value, 2 * HEAD)
         elif _TOKEN.search(key):
-            found[key] = min(value, 1)
+            result[key] = min(value, 1)
         elif key in _CAPS:
-            found[key] = min(value, _CAPS[key])
-    return {k: v for k, v in found.items() if v != config[k]}
+            result[key] = min(value, _CAPS[key])
+    return {k: v for k, v in result.items() if v != config[k]}
 
 
 def _inner(value: int, wide: int, narrow: int) -> int:
-    """A width inside a layer, as many times that of the layer as before, in whole heads."""
+    """A width inside a layer, as many times that of the layer as before, in full heads."""
     if not wide:
         return min(value, 4 * HEAD)
     return min(value, max(HEAD, round(value * narrow / wide / HEAD) * HEAD))

@@ -82,10 +82,10 @@ def verify_twin(
     batch = _batch(mesh, microbatches)
     say(f"a twin on {mesh}: {', '.join(f'{k}={v}' for k, v in overrides.items())}")
     try:
-        model, made = load_hf_config(
+        model, new = load_hf_config(
             path, batch, SEQ, device="cpu", seed=seed, dtype=torch.float32, overrides=overrides
         )
-        inputs = made.inputs
+        inputs = new.inputs
         planned = _planned(model, mesh, inputs, big, microbatches, say)
     except AutoshardError:
         raise
@@ -99,13 +99,13 @@ def verify_twin(
     one_rank = single_rank_program(small, model, inputs) if needs_one_rank(small) else None
     proved = verify_static(small)
     outcome = verify(small, model, (), inputs, steps=steps, one_rank=one_rank, seed=seed, progress=say)
-    return Twin(small.whole_mesh, dict(overrides), kept, proved, outcome)
+    return Twin(small.full_mesh, dict(overrides), kept, proved, outcome)
 
 
 def small_mesh(program: Program) -> str:
     """The mesh of the twin: the same axes, of two ranks where there are more."""
-    whole = Mesh.parse(program.whole_mesh)
-    return ",".join(f"{n}={min(WAYS, s)}" for n, s in zip(whole.names, whole.sizes, strict=True))
+    full = Mesh.parse(program.full_mesh)
+    return ",".join(f"{n}={min(WAYS, s)}" for n, s in zip(full.names, full.sizes, strict=True))
 
 
 def _batch(mesh: str, microbatches: int) -> int:
@@ -154,7 +154,7 @@ def _planned(
 
 def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tuple[str, ...]]:
     """The program of the twin with what the big plan decides independently of sizes, and what that is."""
-    plan, kept = planned.plan, [f"axes {', '.join(Mesh.parse(program.whole_mesh).names)}"]
+    plan, kept = planned.plan, [f"axes {', '.join(Mesh.parse(program.full_mesh).names)}"]
     if big.pipeline is not None:
         kept.append(f"schedule {big.pipeline.schedule}")
     if big.products:
@@ -162,13 +162,13 @@ def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tu
     if big.expert_chunks > 1:
         kept.append(f"tokens of experts in {big.expert_chunks} chunks")
     plain = compile_analysed(replace(planned, plan=replace(plan, recompute={})))
-    again: dict[str, Recompute] = {}
+    repeated: dict[str, Recompute] = {}
     original = plain.original
     calls = [i for i in original.main if isinstance(i, Call)] if original is not None else []
     for name, choice in big.recompute.items():
         count = sum(c.segment == name and not c.backward for c in calls)
         if count and choice.calls:
-            again[name] = Recompute(choice.policy, count)
+            repeated[name] = Recompute(choice.policy, count)
             kept.append(f"{choice.policy} recomputation of {name}")
     params = dict(plan.params)
     for place, state in plan.params.items():
@@ -177,5 +177,5 @@ def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tu
             params[place] = replace(state, keep=other.keep, late=other.late)
     if len(big.params) == len(plan.params):
         kept.append("which parameters stay gathered")
-    changed = replace(plan, recompute=again, params=params)
+    changed = replace(plan, recompute=repeated, params=params)
     return compile_analysed(replace(planned, plan=changed)), tuple(kept)

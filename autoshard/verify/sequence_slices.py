@@ -100,11 +100,11 @@ class Pieces:
 
     def type_of(self, part: Derived) -> TensorType:
         """Global type of a part."""
-        whole = self.terms.types[part.base]
-        assert whole is not None
-        shape = list(whole.shape)
+        full = self.terms.types[part.base]
+        assert full is not None
+        shape = list(full.shape)
         if part.kind == "piece":
-            shape = list(local_shape(whole.shape, (part.place,), (self.slices,), (0,)))
+            shape = list(local_shape(full.shape, (part.place,), (self.slices,), (0,)))
         elif part.kind in ("upto", "only", "seen", "cut"):
             assert isinstance(part.place, Shard)
             shape[part.place.dim] = shape[part.place.dim] // self.slices * (part.number + 1)
@@ -115,7 +115,7 @@ class Pieces:
             assert isinstance(part.place, Shard)
             dim, outer = part.place.dim, part.place.outer
             shape[dim : dim + 1] = [outer, shape[dim] // outer]
-        return replace(whole, shape=tuple(shape))
+        return replace(full, shape=tuple(shape))
 
     # -- what a node makes ---------------------------------------------------------------------------
 
@@ -233,17 +233,17 @@ class Pieces:
 
     def _viewed(self, node: Node, part: Derived, term: int) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
         """A dim seen as two, the outer one first, and back."""
-        type_, made = self.terms.types[term], node.types[0]
-        if type_ is None or made is None:
+        type_, new = self.terms.types[term], node.types[0]
+        if type_ is None or new is None:
             return
         if part.kind == "apart":
             back = self.part(part.base)
-            yield self._pattern(_VIEW, (Ref("0"), made.shape), (term,), back)
-        if part.kind in ("whole", "piece") and len(made.shape) == len(type_.shape) + 1:
+            yield self._pattern(_VIEW, (Ref("0"), new.shape), (term,), back)
+        if part.kind in ("whole", "piece") and len(new.shape) == len(type_.shape) + 1:
             for dim in range(len(type_.shape)):
-                wide = Derived("apart", term, Shard(dim, made.shape[dim]))
-                if self.type_of(wide) == made:
-                    yield self._pattern(_VIEW, (Ref("0"), made.shape), (term,), wide)
+                wide = Derived("apart", term, Shard(dim, new.shape[dim]))
+                if self.type_of(wide) == new:
+                    yield self._pattern(_VIEW, (Ref("0"), new.shape), (term,), wide)
 
     # -- sums ------------------------------------------------------------------------------------------
 
@@ -258,8 +258,8 @@ class Pieces:
             elif a.of == b.of:
                 # the sum of two gradients, of which every slice has a share
                 types = [self.terms.types[t] for t in (a.base, b.base)]
-                whole = self.terms.patterns.of(node, [t for t in types if t])
-                base = self.terms.make(whole, ((a.base, b.base), -1)).outs[0]
+                full = self.terms.patterns.of(node, [t for t in types if t])
+                base = self.terms.make(full, ((a.base, b.base), -1)).outs[0]
                 yield self._pattern(ADD, args, taken, Derived("share", base, P, 0, a.of))
         for first, second in ((a, b), (b, a)):
             same = first.base == second.base and first.number == second.number
@@ -276,12 +276,12 @@ class Pieces:
 
     def _attention(self, parts: tuple[Derived, ...]) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
         bases = tuple(p.base for p in parts)
-        for made in self.terms.by_uses.get((bases, -1), ()):
-            op = made.pattern.node.op
+        for new in self.terms.by_uses.get((bases, -1), ()):
+            op = new.pattern.node.op
             if op == ATTENTION and len(parts) in (3, 4):
-                yield from self._attend(made, parts, 0)
+                yield from self._attend(new, parts, 0)
             elif op == ATTENTION_BACKWARD and len(parts) in (6, 7):
-                yield from self._attend(made, parts, 1)
+                yield from self._attend(new, parts, 1)
 
     def _attend(
         self, made: Term, parts: tuple[Derived, ...], back: int
@@ -333,17 +333,17 @@ class Pieces:
 
     @cached_property
     def _masks(self) -> tuple[CausalMasks, dict[tuple[int, int], tuple[str, ...]]]:
-        whole = statements_of(self.terms.original)
-        return CausalMasks(whole, self.slices), {(s.item, s.number): s.makes for s in whole.all}
+        full = statements_of(self.terms.original)
+        return CausalMasks(full, self.slices), {(s.item, s.number): s.makes for s in full.all}
 
     def _hides(self, mask: int) -> bool:
         """Whether a mask of the model keeps every query from keys behind its slice."""
-        made = self.terms.made.get(mask)
-        if made is None:
+        new = self.terms.made.get(mask)
+        if new is None:
             return False
         causal, names = self._masks
-        makes = names.get((made.item, made.number))
-        return makes is not None and causal.hides_later_slices(makes[made.outs.index(mask)])
+        makes = names.get((new.item, new.number))
+        return makes is not None and causal.hides_later_slices(makes[new.outs.index(mask)])
 
     # -- everything else -------------------------------------------------------------------------------
 
@@ -355,15 +355,15 @@ class Pieces:
             return
         number = next(iter(numbers))
         given = tuple(P if p.kind == "share" else p.place for p in parts)
-        for made in self.terms.by_uses.get((tuple(p.base for p in parts), site), ()):
-            node, ins = made.pattern.node, made.pattern.ins
-            rule = self.judge.factored(made.pattern)
+        for new in self.terms.by_uses.get((tuple(p.base for p in parts), site), ()):
+            node, ins = new.pattern.node, new.pattern.ins
+            rule = self.judge.factored(new.pattern)
             nothing = (None,) * len(node.types)
             for state in readings(rule, ins, node.types, given, nothing, self.slices):
                 if state.inputs == given:
-                    outs = [self._out(o, p, number) for o, p in zip(made.outs, state.outputs, strict=True)]
+                    outs = [self._out(o, p, number) for o, p in zip(new.outs, state.outputs, strict=True)]
                     if all(o is not None for o in outs):
-                        pattern = self._local(made.pattern, given, state.outputs, number)
+                        pattern = self._local(new.pattern, given, state.outputs, number)
                         yield pattern, tuple(o for o in outs if o is not None)
 
     def _out(self, term: int, placed: Placement | None, number: int) -> Derived | None:

@@ -52,11 +52,11 @@ def broken_state(
     per_axis: list[list[AxisState]] = []
     for axis, ways in enumerate(mesh.sizes):
         given = tuple(layout[axis] for layout in in_layouts)
-        made = tuple(None if layout is None else layout[axis] for layout in out_layouts)
-        found = list(_axis_options(rule, ins, outs, given, made, ways))
-        if not found:
-            return _why_not(rule, ins, outs, given, made, ways, mesh.names[axis])
-        per_axis.append(found)
+        new = tuple(None if layout is None else layout[axis] for layout in out_layouts)
+        result = list(_axis_options(rule, ins, outs, given, new, ways))
+        if not result:
+            return _why_not(rule, ins, outs, given, new, ways, mesh.names[axis])
+        per_axis.append(result)
     inner = with_inner(rule)
     for number, combo in enumerate(product(*per_axis)):
         if number >= _COMBOS:

@@ -54,11 +54,11 @@ def verify_static(
             work.find("host memory", hosted.moved, "stores and loads", hosted.findings)
         if cluster is not None:
             _memory(work, cluster)
-    whole = Mesh.parse(program.whole_mesh)
+    full = Mesh.parse(program.full_mesh)
     locator = Locator(program)
     located = tuple(locator.located(f) for f in work.findings[:_MOST])
     return StaticReport(
-        program.whole_mesh, whole.world_size, tuple(work.checked), located, perf_counter() - started
+        program.full_mesh, full.world_size, tuple(work.checked), located, perf_counter() - started
     )
 
 
@@ -75,13 +75,13 @@ class _Work:
         name: str,
         count: int,
         of: str,
-        found: Iterable[Finding],
+        result: Iterable[Finding],
         note: str = "",
         *,
         covered: bool = True,
     ) -> None:
         """Note a group of rules, and what was found."""
-        own = list(found)
+        own = list(result)
         self.findings += own
         self.checked.append(Checked(name, count, of, len(own), note, covered))
 
@@ -149,9 +149,9 @@ def _pipeline(work: _Work, moves: Moves | None) -> None:
 
 
 def _memory(work: _Work, cluster: Cluster) -> None:
-    found = fit(work.program, cluster)
-    broken = found.finding
-    note = f"{bytes_text(found.peak)} of {bytes_text(found.room)}, simulated on {cluster.name}"
+    result = fit(work.program, cluster)
+    broken = result.finding
+    note = f"{bytes_text(result.peak)} of {bytes_text(result.room)}, simulated on {cluster.name}"
     work.find("memory", 1, "fullest rank", [broken] if broken is not None else [], note)
     if work.program.offload:
         host = fit_host(work.program, cluster)

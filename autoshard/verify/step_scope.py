@@ -84,10 +84,10 @@ def _nodes(lowered: Lowered, item: Call | Node) -> tuple[tuple[Node, ...], dict[
 
 def _reduced(lowered: Lowered, part: StagePart) -> Iterator[Finding]:
     stage = part.stage
-    made: set[str] = set()
+    new: set[str] = set()
     for other in lowered.parts:
         if other.stage == stage and other.phase in ("backward", "weight"):
-            made.update(ends_of(lowered, other).makes)
+            new.update(ends_of(lowered, other).makes)
     for number, item in _numbered(lowered, part):
         if not _is_linear(lowered, item):
             what = item.segment if isinstance(item, Call) else item.op
@@ -97,14 +97,14 @@ def _reduced(lowered: Lowered, part: StagePart) -> Iterator[Finding]:
                 _at(part, number, item.outs[0] if item.outs else ""),
                 "only what is linear gives the same before and after the sum",
             )
-        foreign = [v for v in uses_of(item) if v not in made]
+        foreign = [v for v in uses_of(item) if v not in new]
         if foreign:
             yield Finding(
                 "step",
                 f"{foreign[0]} is reduced once a step, but its stage makes no such gradient in backward",
                 _at(part, number, foreign[0]),
             )
-        made.update(item.outs)
+        new.update(item.outs)
 
 
 def _is_linear(lowered: Lowered, item: Call | Node) -> bool:

@@ -2,7 +2,7 @@
 
 All ranks of a stage run the same text, so a stage is followed once. Collectives change where a value lies and
 not which term it is; everything else must be an op of the model on the terms at hand, on placements that its
-rule allows, with the arguments that its localizer gives for them. What backward computes again is the same
+rule allows, with the arguments that its localizer gives for them. What backward recomputes is the same
 term as in forward. A value that could not be followed is not judged again by what uses it.
 """
 
@@ -116,15 +116,15 @@ class Walk:
         types = segment.graph.types()
         values = {v: PlacedValue(t, segment.layouts[v]) for v, t in types.items()}
         wires = QuantizedRows.of(segment.graph, values)
-        found = []
+        result = []
         for number, node in enumerate(segment.graph.nodes):
             at = ProgramLocation(node.outs[0], segment=name, number=number)
-            found.append(self._checked(node, values, at, wires))
+            result.append(self._checked(node, values, at, wires))
         for wire in wires.made.keys() & set(segment.graph.outputs):
             self._tell(
                 "collective", f"{name} hands out {wire}", ProgramLocation(wire, segment=name), "it is a wire"
             )
-        return tuple(found)
+        return tuple(result)
 
     def _checked(
         self, node: Node, values: Mapping[str, PlacedValue], at: ProgramLocation, wires: QuantizedRows
@@ -145,12 +145,12 @@ class Walk:
         if not (grouped or is_ring(node)):
             self._check_move(ready, values, at)
             return ready
-        found = (written_out if grouped else opened)(node, values, self.judge.rules, self.judge.mesh)
-        if isinstance(found, str):
+        result = (written_out if grouped else opened)(node, values, self.judge.rules, self.judge.mesh)
+        if isinstance(result, str):
             kind: Rule = "arguments" if grouped else "collective"
-            self._tell(kind, f"{_short(node.op)} does not make {at.value}", at, found)
+            self._tell(kind, f"{_short(node.op)} does not make {at.value}", at, result)
             return replace(ready, parts=())
-        nodes, inner = found
+        nodes, inner = result
         parts = tuple(self._node(n, inner) for n in nodes)
         for part in parts:
             self._check_move(part, inner, at)
@@ -286,9 +286,9 @@ class Walk:
             env.update(dict.fromkeys(ready.node.outs, LOST))
             return
         uses = (taken, ready.site + site if ready.site >= 0 else -1)
-        made = self._match(ready, uses)
-        if made is not None:
-            env.update(zip(ready.node.outs, made, strict=True))
+        new = self._match(ready, uses)
+        if new is not None:
+            env.update(zip(ready.node.outs, new, strict=True))
             return
         env.update(dict.fromkeys(ready.node.outs, LOST))
         rule, what, why = self._why_not(ready, uses)
@@ -299,9 +299,9 @@ class Walk:
 
     def _match(self, ready: _Ready, uses: Uses) -> tuple[int, ...] | None:
         """The terms of what a node makes, None if it makes none of the model."""
-        for made in self.terms.by_uses.get(uses, ()):
-            if self._verdict(ready, made.pattern) is None:
-                return made.outs
+        for new in self.terms.by_uses.get(uses, ()):
+            if self._verdict(ready, new.pattern) is None:
+                return new.outs
         if self.pieces is not None:
             fits = partial(self._fits, ready)
             parts = self.pieces.made(positional(ready.node), uses[0], uses[1], fits)
@@ -329,11 +329,11 @@ class Walk:
         """What keeps a node from being an op of the model: types, placements, or arguments."""
         if pattern.node.types != ready.node.types or pattern.ins != ready.ins:
             return "function", f"the model's {_short(pattern.node.op)} has other types"
-        found = self.judge.of(pattern, ready.lies)
-        if found.broken is not None:
-            return found.broken
-        if (found.op, found.args) != (ready.op, ready.args):
-            wanted = f"{_short(found.op)}{found.args}"
+        result = self.judge.of(pattern, ready.lies)
+        if result.broken is not None:
+            return result.broken
+        if (result.op, result.args) != (ready.op, ready.args):
+            wanted = f"{_short(result.op)}{result.args}"
             return "arguments", f"the model's {_short(pattern.node.op)} is {_plain(wanted)} on these shards"
         return None
 
@@ -343,17 +343,17 @@ class Walk:
 
     def _fused(self, ready: _Ready, uses: Uses) -> tuple[int, ...] | None:
         """The product and the sum that are one call (`passes/fuse/fuse_bias.py`), if it may run like that."""
-        found = self._fusion(ready, uses)
-        return None if found is None or found[0] is not None else found[1]
+        result = self._fusion(ready, uses)
+        return None if result is None or result[0] is not None else result[1]
 
     def _fusion(self, ready: _Ready, uses: Uses) -> tuple[tuple[Rule, str] | None, tuple[int, ...]] | None:
         """(what is wrong with it, terms) of a product and a sum in one; None if the model has none such."""
         (bias, a, b), _ = uses
         (bias_lies, a_lies, b_lies), (out,) = ready.lies
-        for product, made in self._options((a, b)):
+        for product, new in self._options((a, b)):
             if product.node.op != "aten.mm.default":
                 continue
-            for total, sums in self._options((made[0], bias)):
+            for total, sums in self._options((new[0], bias)):
                 plain = total.node.op == ADD and not total.node.kwargs
                 if not plain or total.node.types != ready.node.types or ready.node.kwargs:
                     continue
@@ -364,8 +364,8 @@ class Walk:
 
     def _options(self, taken: tuple[int, ...]) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
         """(pattern, what it makes) of every op of the model that takes these terms."""
-        for made in self.terms.by_uses.get((taken, -1), ()):
-            yield made.pattern, made.outs
+        for new in self.terms.by_uses.get((taken, -1), ()):
+            yield new.pattern, new.outs
         if self.pieces is not None:
             yield from self.pieces.options(taken, -1)
 
@@ -400,15 +400,15 @@ class Walk:
 
     def _near(self, ready: _Ready, uses: Uses) -> list[Pattern]:
         """The ops that the model does on these terms, or on what they are parts of."""
-        found = [made.pattern for made in self.terms.by_uses.get(uses, ())]
+        result = [new.pattern for new in self.terms.by_uses.get(uses, ())]
         if self.pieces is not None:
-            found += self.pieces.near(positional(ready.node), *uses)
-        return found
+            result += self.pieces.near(positional(ready.node), *uses)
+        return result
 
     def _expected(self, ready: _Ready, uses: Uses) -> str:
         """What the model takes in place of it, where all but one input are as in the model."""
-        for (taken, site), made in self.terms.by_uses.items():
-            if len(taken) != len(uses[0]) or not any(_alike(ready, m.pattern) for m in made):
+        for (taken, site), new in self.terms.by_uses.items():
+            if len(taken) != len(uses[0]) or not any(_alike(ready, m.pattern) for m in new):
                 continue
             differ = [k for k, (a, b) in enumerate(zip(taken, uses[0], strict=True)) if a != b]
             if len(differ) == 1 and len(taken) > 1 and site == uses[1]:

@@ -52,13 +52,13 @@ class Term:
 def positional(node: Node) -> Node:
     """The node with its uses called by their place, its random draw by 0, and its outputs by theirs."""
     places = iter(range(len(list(refs_of(node)))))
-    made = substitute(node, lambda _: Ref(str(next(places))))
+    new = substitute(node, lambda _: Ref(str(next(places))))
     return Node(
-        made.op,
-        tuple(_without_site(a) for a in made.args),
-        made.kwargs,
-        tuple(f"o{k}" for k in range(len(made.outs))),
-        made.types,
+        new.op,
+        tuple(_without_site(a) for a in new.args),
+        new.kwargs,
+        tuple(f"o{k}" for k in range(len(new.outs))),
+        new.types,
     )
 
 
@@ -128,12 +128,12 @@ class TermTable:
 
     def _prepared(self, segment: LoweredSegment) -> tuple[_Prepared, ...]:
         types = segment.graph.types()
-        found = []
+        result = []
         for node in segment.graph.nodes:
             refs = tuple(refs_of(node))
             pattern = self.patterns.of(node, [types[r] for r in refs])
-            found.append(_Prepared(pattern, refs, node.outs, site_of(node)))
-        return tuple(found)
+            result.append(_Prepared(pattern, refs, node.outs, site_of(node)))
+        return tuple(result)
 
     def _run(
         self,
@@ -157,27 +157,27 @@ class TermTable:
         if key not in self._known:
             outs = tuple(range(self.count, self.count + len(pattern.node.outs)))
             self.count += len(outs)
-            made = Term(pattern, uses, outs, item, number)
+            new = Term(pattern, uses, outs, item, number)
             self.types.update(zip(outs, pattern.node.types, strict=True))
-            self._known[key] = made
-            self.by_uses.setdefault(uses, []).append(made)
-            self.made.update(dict.fromkeys(outs, made))
+            self._known[key] = new
+            self.by_uses.setdefault(uses, []).append(new)
+            self.made.update(dict.fromkeys(outs, new))
             if self.fixed.issuperset(uses[0]) and uses[1] < 0:
                 self.fixed.update(outs)
         return self._known[key]
 
     def terms_of(self, value: int) -> tuple[int, ...]:
         """The terms that a sum is made of, in ascending order; of anything else, itself."""
-        found: list[int] = []
+        result: list[int] = []
         waiting = [value]
         while waiting:
             at = waiting.pop()
-            made = self.made.get(at)
-            if made is not None and is_sum(made.pattern):
-                waiting += made.uses[0]
+            new = self.made.get(at)
+            if new is not None and is_sum(new.pattern):
+                waiting += new.uses[0]
             else:
-                found.append(at)
-        return tuple(sorted(found))
+                result.append(at)
+        return tuple(sorted(result))
 
     def all_terms(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted(t for v in values for t in self.terms_of(v)))

@@ -21,7 +21,7 @@ def fused(segment: LoweredSegment) -> LoweredSegment:
     types = graph.types()
     uses = Counter(r for node in graph.nodes for r in refs_of(node)) + Counter(graph.outputs)
     products = {n.name: n for n in graph.nodes if n.op == "aten.mm.default" and uses[n.name] == 1}
-    made: dict[str, Node] = {}
+    new: dict[str, Node] = {}
     for node in graph.nodes:
         if node.op != "aten.add.Tensor" or node.kwargs or len(node.args) != 2:
             continue
@@ -31,9 +31,9 @@ def fused(segment: LoweredSegment) -> LoweredSegment:
         product = products[left.name]
         same = types[left.name] == node.types[0] and types[right.name].dtype == types[left.name].dtype
         if same and len(types[right.name].shape) == 1:
-            made[node.name] = replace(node, op="aten.addmm.default", args=(right, *product.args))
+            new[node.name] = replace(node, op="aten.addmm.default", args=(right, *product.args))
             del products[left.name]
-    return replace(segment, graph=_without(graph, made))
+    return replace(segment, graph=_without(graph, new))
 
 
 def _without(graph: Graph, fused: dict[str, Node]) -> Graph:

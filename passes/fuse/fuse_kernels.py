@@ -82,7 +82,7 @@ class _Fuser:
             (name, norm.rstd): norm
             for name, index in self.index.items()
             for norm in forwards(index)
-            if self._whole_rows(name, norm.x)
+            if self._full_rows(name, norm.x)
         }
         #: values of segments that a kernel makes already: two norms may share a sum
         self.claimed: dict[str, set[str]] = {name: set() for name in self.index}
@@ -108,24 +108,24 @@ class _Fuser:
 
     def _backwards(self, name: str) -> Iterator[_Fused]:
         """Gradients of norms whose other half is known, in every call of a segment."""
-        for found in backwards(self.index[name]):
-            outs = {found.dx, *([found.dw] if found.dw else [])}
-            late = found.more and found.dw and self.index[name].depends(found.more, found.dw)
-            if late or not self._whole_rows(name, found.dx) or not outs.isdisjoint(self.claimed[name]):
+        for result in backwards(self.index[name]):
+            outs = {result.dx, *([result.dw] if result.dw else [])}
+            late = result.more and result.dw and self.index[name].depends(result.more, result.dw)
+            if late or not self._full_rows(name, result.dx) or not outs.isdisjoint(self.claimed[name]):
                 continue
-            halves = [self._norm_of(k, found) for k, call in self.calls if call.segment == name]
+            halves = [self._norm_of(k, result) for k, call in self.calls if call.segment == name]
             known = [half for half in halves if half is not None]
-            rows = self._rows(name, found, known) if len(known) == len(halves) else None
+            rows = self._rows(name, result, known) if len(known) == len(halves) else None
             if rows is None:
                 continue
             if rows.given is not None:
                 self.inputs[name][rows.name] = rows.given
             self.claimed[name].update(outs)
-            yield self._rms_backward(name, found, rows)
+            yield self._rms_backward(name, result, rows)
 
-    def _norm_of(self, item: int, found: Backward) -> tuple[int, Forward] | None:
+    def _norm_of(self, item: int, result: Backward) -> tuple[int, Forward] | None:
         """The call and the norm whose gradient this is, in the call at place ``item`` of main."""
-        maker = self.origins.inside(item, found.rstd)
+        maker = self.origins.inside(item, result.rstd)
         if isinstance(maker, str):
             return None
         call = self.lowered.main[maker[0]]
@@ -137,14 +137,14 @@ class _Fuser:
             origins = {self.origins.inside(maker[0], other) for other in others}
             return self.origins.inside(item, value) in origins
 
-        fits = all(same(raw, (norm.x, norm.wide)) for raw in found.raw)
-        return (maker[0], norm) if fits and (found.rows is None or same(found.rows, norm.rows)) else None
+        fits = all(same(raw, (norm.x, norm.wide)) for raw in result.raw)
+        return (maker[0], norm) if fits and (result.rows is None or same(result.rows, norm.rows)) else None
 
-    def _rows(self, name: str, found: Backward, halves: Sequence[tuple[int, Forward]]) -> _Rows | None:
+    def _rows(self, name: str, result: Backward, halves: Sequence[tuple[int, Forward]]) -> _Rows | None:
         """Where a gradient finds the rows, as long as all calls find them in the same way."""
         index, layouts = self.index[name], self.layouts[name]
-        wanted, layout = index.types[found.dx], layouts[found.dx]
-        for raw in found.raw:
+        wanted, layout = index.types[result.dx], layouts[result.dx]
+        for raw in result.raw:
             if index.types[raw] == wanted and layouts[raw] == layout:
                 return _Rows(raw)
         kinds = set()
@@ -154,7 +154,7 @@ class _Fuser:
         if len(kinds) != 1:
             return None
         type_, there = kinds.pop()
-        move = index.makers.get(found.raw[0])
+        move = index.makers.get(result.raw[0])
         moves = move is not None and move.op == SLICE.op and layouts[move.args[0].name] == there
         if type_ != wanted or (there != layout and not moves):
             return None
@@ -162,7 +162,7 @@ class _Fuser:
         given = (type_, there, names)
         known = next((n for n, other in self._all_inputs(name) if other == given), None)
         taken = {*index.types, *self.inputs[name]}
-        x = known or free_name(f"{found.rstd}_x", taken)
+        x = known or free_name(f"{result.rstd}_x", taken)
         new = None if known else given
         if there == layout or move is None:
             return _Rows(x, new)
@@ -201,8 +201,8 @@ class _Fuser:
 
     # the new nodes
 
-    def _whole_rows(self, name: str, x: str) -> bool:
-        """Whether every rank holds whole rows of a value, and no part of a sum."""
+    def _full_rows(self, name: str, x: str) -> bool:
+        """Whether every rank holds full rows of a value, and no part of a sum."""
         last = len(self.index[name].types[x].shape) - 1
         layout = self.lowered.segments[name].layouts[x]
         return not any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim == last) for p in layout)
@@ -217,33 +217,33 @@ class _Fuser:
         both, outs = tuple(map(Ref, norm.parts)), (norm.x, norm.y, norm.rstd)
         return self._fused(name, "add_rms_norm", (*both, *own), outs, y, (*norm.chain, norm.x))
 
-    def _rms_backward(self, name: str, found: Backward, rows: _Rows) -> _Fused:
+    def _rms_backward(self, name: str, result: Backward, rows: _Rows) -> _Fused:
         index = self.index[name]
-        more = Ref(found.more) if found.more else None
+        more = Ref(result.more) if result.more else None
         x = rows.moved.name if rows.moved else rows.name
-        args = (Ref(found.grad), Ref(x), Ref(found.weight), Ref(found.rstd), more)
-        last = index.makers[found.dx]
-        dw = found.dw
+        args = (Ref(result.grad), Ref(x), Ref(result.weight), Ref(result.rstd), more)
+        last = index.makers[result.dx]
+        dw = result.dw
         around = (rows.moved,) if rows.moved else ()
-        if dw is None or index.types[dw] != index.types[found.weight]:
-            dw = free_name(f"{found.dx}_w", index.types)
-        made = self._fused(name, "rms_norm_backward", args, (found.dx, dw), last, found.chain)
+        if dw is None or index.types[dw] != index.types[result.weight]:
+            dw = free_name(f"{result.dx}_w", index.types)
+        new = self._fused(name, "rms_norm_backward", args, (result.dx, dw), last, result.chain)
         if rows.moved:
-            self.layouts[name][x] = self.layouts[name][found.dx]
-        if found.dw is None or found.dw == dw:
-            return replace(made, around=around)
+            self.layouts[name][x] = self.layouts[name][result.dx]
+        if result.dw is None or result.dw == dw:
+            return replace(new, around=around)
         # the model sums up its rows as [1, ..., H]
-        flat, shaped = index.types[found.weight], index.types[found.dw]
-        self.layouts[name][dw] = _without_dims(self.layouts[name][found.dw])
-        node = replace(made.node, types=(made.node.types[0], flat))
+        flat, shaped = index.types[result.weight], index.types[result.dw]
+        self.layouts[name][dw] = _without_dims(self.layouts[name][result.dw])
+        node = replace(new.node, types=(new.node.types[0], flat))
         view = Node(
-            "aten.reshape.default", (Ref(dw), shaped.shape), (), (found.dw,), (shaped,), last.origin, True
+            "aten.reshape.default", (Ref(dw), shaped.shape), (), (result.dw,), (shaped,), last.origin, True
         )
-        return replace(made, node=node, around=(*around, view))
+        return replace(new, node=node, around=(*around, view))
 
     def _layer_norms(self, name: str) -> list[_Fused]:
         """LayerNorms after a sum, and their gradients before one; in half precision both halves, or none."""
-        found = []
+        result = []
         for node in self.index[name].graph.nodes:
             if node.op not in (NORM, NORM_BACKWARD) or not usual(node):
                 continue
@@ -252,15 +252,15 @@ class _Fuser:
             if narrow and (name, node.name) not in self.private.nodes:
                 continue
             make = self._layer_norm if node.op == NORM else self._layer_norm_backward
-            made = make(name, node)
-            before, after = self._moved(name, made)
+            new = make(name, node)
+            before, after = self._moved(name, new)
             if narrow or after < _WORTH * before:
-                self.claimed[name].update(made.node.outs)
+                self.claimed[name].update(new.node.outs)
                 # the gradient of a bias that is not there is given all the same
                 own = self.layouts[name]
-                own.update({o: own[made.node.outs[1]] for o in made.node.outs if o not in own})
-                found.append(made)
-        return found
+                own.update({o: own[new.node.outs[1]] for o in new.node.outs if o not in own})
+                result.append(new)
+        return result
 
     def _layer_norm(self, name: str, node: Node) -> _Fused:
         index = self.index[name]
@@ -292,10 +292,10 @@ class _Fuser:
             ):
                 more, outs, at = other, (last.name, dw, db), last
         args = (grad, x, mean, rstd, weight, more)
-        made = self._fused(name, "layer_norm_backward", args, outs, at, node.outs)
-        types = made.node.types
+        new = self._fused(name, "layer_norm_backward", args, outs, at, node.outs)
+        types = new.node.types
         # the gradient of a bias that is not there is given all the same
-        return replace(made, node=replace(made.node, types=(*types[:2], types[1])))
+        return replace(new, node=replace(new.node, types=(*types[:2], types[1])))
 
     def _fused(
         self,
@@ -321,7 +321,7 @@ class _Fuser:
     def _operands(self, name: str, values: Collection[str]) -> list[Operand]:
         """Values of a segment as the first rank holds them."""
         new = self.inputs[name]
-        found = []
+        result = []
         for value in values:
             if value in new:
                 type_, layout, _ = new[value]
@@ -330,8 +330,8 @@ class _Fuser:
             else:
                 continue
             shape = held_shape(type_.shape, layout, self.mesh.sizes)
-            found.append(Operand(shape, DTYPES[type_.dtype][1]))
-        return found
+            result.append(Operand(shape, DTYPES[type_.dtype][1]))
+        return result
 
     def _moved(self, name: str, made: _Fused) -> tuple[float, float]:
         """Bytes that the chain moves, and that the kernel does."""
@@ -408,31 +408,31 @@ def _without_dims(layout: Layout) -> Layout:
 def _ordered(inputs: Sequence[str], nodes: Sequence[Node]) -> list[Node]:
     """The nodes in their order, those put off that need what comes later."""
     known = set(inputs)
-    found: list[Node] = []
+    result: list[Node] = []
     waiting: list[Node] = []
 
     def settle() -> None:
-        again = True
-        while again:
-            again = False
+        repeated = True
+        while repeated:
+            repeated = False
             for node in list(waiting):
                 if known.issuperset(refs_of(node)):
                     waiting.remove(node)
-                    found.append(node)
+                    result.append(node)
                     known.update(node.outs)
-                    again = True
+                    repeated = True
                     break
 
     for node in nodes:
         if known.issuperset(refs_of(node)):
-            found.append(node)
+            result.append(node)
             known.update(node.outs)
             if waiting:
                 settle()
         else:
             waiting.append(node)
     assert not waiting, [n.name for n in waiting]
-    return found
+    return result
 
 
 def _mib(nbytes: float) -> str:

@@ -86,7 +86,7 @@ def _grouped(segment: LoweredSegment) -> LoweredSegment:
     graph = segment.graph
     if not any(node.op in KEYS for node in graph.nodes):
         return segment
-    around, made, gone = _Around(graph), dict[str, Node](), set[str]()
+    around, built, gone = _Around(graph), dict[str, Node](), set[str]()
     for node in graph.nodes:
         if node.op not in KEYS:
             continue
@@ -104,8 +104,8 @@ def _grouped(segment: LoweredSegment) -> LoweredSegment:
             gone.update(name for pair in pairs for each in pair for name in each.outs)
             outs = (node.outs[0], *(total.name for _, total in pairs))
             new = replace(new, outs=outs, types=(node.types[0], *(total.types[0] for _, total in pairs)))
-        made[node.name] = new
-    nodes = [made.get(n.name, n) for n in graph.nodes if n.name not in gone]
+        built[node.name] = new
+    nodes = [built.get(n.name, n) for n in graph.nodes if n.name not in gone]
     used = Counter(r for n in nodes for r in refs_of(n)) + Counter(graph.outputs)
     copies = {n.name for n in graph.nodes if n.op in RESHAPES or n.op == _EXPAND}
     for _ in range(2):  # the view, then what it is a view of

@@ -118,9 +118,9 @@ def forwards(index: UseIndex) -> Iterator[Forward]:
     """All RMSNorms of a graph."""
     for node in index.graph.nodes:
         if node.op == "aten.rsqrt.default":
-            found = _forward(index, node)
-            if found is not None:
-                yield found
+            result = _forward(index, node)
+            if result is not None:
+                yield result
 
 
 def _forward(index: UseIndex, rsqrt: Node) -> Forward | None:
@@ -167,21 +167,21 @@ def _mean(index: UseIndex, value: Arg) -> tuple[Node, tuple[str, ...]] | None:
     """(the node whose mean over the last dim a value is, values in between)."""
     mean = index.made_by(value, "aten.mean.dim")
     if mean is not None:
-        whole = mean
+        full = mean
         names: tuple[str, ...] = (mean.name,)
     else:
         share = index.made_by(value, "aten.div.Tensor", "aten.div.Scalar")
         total = index.made_by(share.args[0], _SUM) if share else None
         if share is None or total is None:
             return None
-        whole, names = total, (total.name, share.name)
+        full, names = total, (total.name, share.name)
         width = index.types[total.args[0].name].shape[-1]
         if share.args[1] != width or share.kwargs:
             return None
-    source = index.makers.get(whole.args[0].name)
-    rank = len(index.types[whole.args[0].name].shape)
-    over_last = whole.arg(1, "dim") in ((-1,), (rank - 1,)) and whole.arg(2, "keepdim", False) is True
-    if source is None or not over_last or whole.kwarg("dtype") is not None:
+    source = index.makers.get(full.args[0].name)
+    rank = len(index.types[full.args[0].name].shape)
+    over_last = full.arg(1, "dim") in ((-1,), (rank - 1,)) and full.arg(2, "keepdim", False) is True
+    if source is None or not over_last or full.kwarg("dtype") is not None:
         return None
     return source, names
 
@@ -231,9 +231,9 @@ def backwards(index: UseIndex) -> Iterator[Backward]:
     """All gradients of RMSNorms in a graph."""
     for node in index.graph.nodes:
         if node.op == _POW and node.args[1] == 3:
-            found = _backward(index, node)
-            if found is not None:
-                yield found
+            result = _backward(index, node)
+            if result is not None:
+                yield result
 
 
 def _backward(index: UseIndex, cube: Node) -> Backward | None:
@@ -253,20 +253,20 @@ def _backward(index: UseIndex, cube: Node) -> Backward | None:
         spread = _spread(index, slope.name, full)
         if spread is None:
             continue
-        tilt, again, between = spread
+        tilt, repeated, between = spread
         for rows_grad, raw in _orders(product):
             for direct in index.used_by(rows_grad, _MUL):
                 if _other(direct, rows_grad) != rstd or direct is product:
                     continue
                 chain = (cube.name, halved.name, slope.name, total.name, product.name, *between)
-                found = _ended(index, rstd, rows_grad, (raw, again), direct.name, tilt, chain)
-                if found is not None:
-                    return found
+                result = _ended(index, rstd, rows_grad, (raw, repeated), direct.name, tilt, chain)
+                if result is not None:
+                    return result
     return None
 
 
 def _spread(index: UseIndex, slope: str, full: TensorType) -> tuple[str, str, tuple[str, ...]] | None:
-    """(slope * 2 x / H over whole rows, x, values in between) of the gradient of a mean of squares."""
+    """(slope * 2 x / H over full rows, x, values in between) of the gradient of a mean of squares."""
     value, names, divided = slope, [], False
     while True:
         nodes = index.used_by(value, "aten.expand.default", "aten.div.Scalar", "aten.div.Tensor")

@@ -46,27 +46,27 @@ def private(lowered: Lowered, index: Mapping[str, UseIndex], origins: Origins) -
     norms = {key: n for key, n in norms.items() if usual(n)}
     grads = {key: n for key, n in grads.items() if usual(n)}
     while True:
-        made = {(name, o): (name, node) for (name, node), n in norms.items() for o in n.outs[1:]}
-        fit = {key: n for key, n in grads.items() if _sources(lowered, origins, key[0], n) <= set(made)}
+        new = {(name, o): (name, node) for (name, node), n in norms.items() for o in n.outs[1:]}
+        fit = {key: n for key, n in grads.items() if _sources(lowered, origins, key[0], n) <= set(new)}
         taken = {(name, s.name) for (name, _), n in fit.items() for s in n.args[3:5]}
-        lone = {key for stat, key in made.items() if not _only(lowered, index, *stat, fit, taken)}
+        lone = {key for stat, key in new.items() if not _only(lowered, index, *stat, fit, taken)}
         if not lone and len(fit) == len(grads):
-            return Private(frozenset((*norms, *grads)), frozenset((*made, *taken)))
+            return Private(frozenset((*norms, *grads)), frozenset((*new, *taken)))
         norms = {key: n for key, n in norms.items() if key not in lone}
         grads = fit
 
 
 def _sources(lowered: Lowered, origins: Origins, name: str, node: Node) -> set[tuple[str, str]]:
     """Where the statistics that a gradient takes are made, over all calls of its segment."""
-    found: set[tuple[str, str]] = set()
+    result: set[tuple[str, str]] = set()
     for item, call in enumerate(lowered.main):
         if not isinstance(call, Call) or call.segment != name:
             continue
         for stat in node.args[3:5]:
             origin = origins.inside(item, stat.name)
             maker = lowered.main[origin[0]] if isinstance(origin, tuple) else None
-            found.add((maker.segment, origin[1]) if isinstance(maker, Call) else ("", str(origin)))
-    return found
+            result.add((maker.segment, origin[1]) if isinstance(maker, Call) else ("", str(origin)))
+    return result
 
 
 def _only(

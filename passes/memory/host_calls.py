@@ -49,8 +49,8 @@ class HostCalls:
 
     def _call(self, op: str, item: int, named: Mapping[str, str], why: str) -> Call:
         like = self.lowered.main[item]
-        for source, made in named.items():
-            self.values[made] = self.values[source]
+        for source, new in named.items():
+            self.values[new] = self.values[source]
         segment, label = (like.segment, like.label) if isinstance(like, Call) else ("", "")
         placed = tuple(self.values[name] for name in named)
         name = self._segment(op, segment, placed, like.backward, why)

@@ -61,12 +61,12 @@ def groups_of(
             for k in range(part.start, part.stop):
                 _follow(lowered, k, lies, nbytes)
                 constant |= _constant(lowered, k, constant)
-    found: dict[object, list[str]] = {}
+    result: dict[object, list[str]] = {}
     for value, where in lies.items():
-        found.setdefault(where.storage, []).append(value)
+        result.setdefault(where.storage, []).append(value)
     results = set(lowered.results)
     groups = []
-    for values in found.values():
+    for values in result.values():
         kept = tuple(v for v in values if v in read)
         where = lies[values[0]]
         moved = sum(nbytes(lowered.values[v]) for v in kept)

@@ -32,13 +32,13 @@ def join_recompute(lowered: Lowered, tangents: Collection[str]) -> Lowered:
 def _recomputing(lowered: Lowered, tangents: Collection[str]) -> set[tuple[str, ...]]:
     """Results of the calls in backward of layers that follow from no gradient."""
     late = set(tangents)
-    found: set[tuple[str, ...]] = set()
+    result: set[tuple[str, ...]] = set()
     for item in lowered.main:
         if not late.isdisjoint(uses_of(item)):
             late.update(item.outs)
         elif isinstance(item, Call) and item.backward and item.label:
-            found.add(item.outs)
-    return found
+            result.add(item.outs)
+    return result
 
 
 @dataclass
@@ -59,19 +59,19 @@ class _Joining:
     def part(self, items: Sequence[Instruction]) -> list[Instruction]:
         """The instructions of a part with its calls joined."""
         waiting: dict[str, Call] = {}  # label -> the call that recomputes
-        made: list[Instruction] = []
+        new: list[Instruction] = []
         for item in items:
             before = waiting.get(item.label) if isinstance(item, Call) else None
             if isinstance(item, Call) and item.outs in self.recomputing and before is None:
-                made += self._flushed(item, waiting)
+                new += self._flushed(item, waiting)
                 waiting[item.label] = item
             elif before is not None and isinstance(item, Call) and not set(before.outs).isdisjoint(item.args):
                 del waiting[item.label]
-                made += self._flushed(item, waiting)
-                made.append(self._joined(before, item))
+                new += self._flushed(item, waiting)
+                new.append(self._joined(before, item))
             else:
-                made += [*self._flushed(item, waiting), item]
-        return [*made, *waiting.values()]
+                new += [*self._flushed(item, waiting), item]
+        return [*new, *waiting.values()]
 
     def _flushed(self, item: Instruction, waiting: dict[str, Call]) -> list[Call]:
         """What waits and makes what an instruction uses, which stays a call of its own."""
@@ -112,30 +112,30 @@ class _Joining:
                 names[value] = fresh(value, taken)
         # what is one value of the first, or one of main, is one value of the second
         ends = {out: names[value] for value, out in zip(first.graph.outputs, before.outs, strict=True)}
-        again = {
+        repeated = {
             value: ends.get(arg, inside[arg])
             for (value, _), arg in zip(second.graph.inputs, call.args, strict=True)
         }
         recomputed = [_shifted(n, before.site - call.site) for n in renamed(first.graph.nodes, names)]
-        nodes = _late(recomputed, renamed(second.graph.nodes, again))
+        nodes = _late(recomputed, renamed(second.graph.nodes, repeated))
         typed = {**{names[v]: t for v, t in types.items()}, **second.graph.types()}
         outputs = (*second.graph.outputs, *(ends[v] for v in outs))
         graph = Graph(name, tuple((inside[v], typed[inside[v]]) for v in inputs), nodes, outputs)
-        made = {*(inside[v] for v in inputs), *(o for n in nodes for o in n.outs)}
+        new = {*(inside[v] for v in inputs), *(o for n in nodes for o in n.outs)}
         layouts = {names[v]: at for v, at in first.layouts.items()} | second.layouts
         why = {names[n]: text for n, text in first.why.items() if n in names} | second.why
-        return LoweredSegment(graph, {v: at for v, at in layouts.items() if v in made}, why)
+        return LoweredSegment(graph, {v: at for v, at in layouts.items() if v in new}, why)
 
     def finished(self, pieces: Sequence[tuple[StagePart, Sequence[Instruction]]]) -> Lowered:
         """The program of these parts, with the segments and values that they use."""
-        whole = with_parts(self.lowered, pieces)
-        called = {i.segment for i in whole.main if isinstance(i, Call)}
+        full = with_parts(self.lowered, pieces)
+        called = {i.segment for i in full.main if isinstance(i, Call)}
         known = {**self.lowered.segments, **self.segments}
-        gone = {o for i in self.lowered.main for o in i.outs} - {o for i in whole.main for o in i.outs}
+        gone = {o for i in self.lowered.main for o in i.outs} - {o for i in full.main for o in i.outs}
         return replace(
-            whole,
+            full,
             segments={n: s for n, s in known.items() if n in called},
-            values={v: placed for v, placed in whole.values.items() if v not in gone},
+            values={v: placed for v, placed in full.values.items() if v not in gone},
         )
 
 

@@ -101,8 +101,8 @@ class _Work:
     @cached_property
     def _computing(self) -> dict[int, float]:
         """Place in main -> seconds of computing, of calls that compute anything."""
-        found = {k: self._compute(item) for k, item in enumerate(self.lowered.main)}
-        return {k: s for k, s in found.items() if s > 0.0}
+        result = {k: self._compute(item) for k, item in enumerate(self.lowered.main)}
+        return {k: s for k, s in result.items() if s > 0.0}
 
     @cached_property
     def _places(self) -> list[int]:
@@ -136,11 +136,11 @@ class _Work:
     # -- loads -------------------------------------------------------------------------------------
 
     def _users(self, part: StagePart) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for k in range(part.start, part.stop):
             for value in dict.fromkeys(uses_of(self.lowered.main[k])):
-                found.setdefault(value, []).append(k)
-        return found
+                result.setdefault(value, []).append(k)
+        return result
 
     def _near(self, users: Sequence[int]) -> Iterator[list[int]]:
         """Uses that share a load: what is needed again much later is fetched again."""
@@ -248,10 +248,10 @@ class _Work:
                 continue
             late = summed and part.phase != "reduce"
             for k in range(part.start, part.stop):
-                made = [out for out in self.lowered.main[k].outs if out in gradients]
-                named |= {v: self.calls.fresh(f"{v}_host") for v in made if v not in named}
-                if made:
-                    call = self.calls.store(k, {v: named[v] for v in made}, "gradients to host memory")
+                new = [out for out in self.lowered.main[k].outs if out in gradients]
+                named |= {v: self.calls.fresh(f"{v}_host") for v in new if v not in named}
+                if new:
+                    call = self.calls.store(k, {v: named[v] for v in new}, "gradients to host memory")
                     if late:
                         # slices of a stage add to the same gradients
                         self.calls.last.setdefault(part.stage, {}).setdefault(call.outs, call)

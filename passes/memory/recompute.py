@@ -1,7 +1,7 @@
-"""Backward computes again what the plan does not want kept (Chen et al., "Training Deep Nets with Sublinear
+"""Backward recomputes what the plan does not want kept (Chen et al., "Training Deep Nets with Sublinear
 Memory Cost", 2016).
 
-A call of a forward segment that is computed again no longer hands its activations to backward. A call of a
+A call of a forward segment that is recomputed no longer hands its activations to backward. A call of a
 new segment, the slice of it that makes them, stands right before their first use:
 
 * ``full``: it starts from the inputs of the forward call;
@@ -10,7 +10,7 @@ new segment, the slice of it that makes them, stands right before their first us
   Activation Recomputation in Large Transformer Models", 2022, choose by op instead.
 
 What is held for other reasons stays: what a call hands to the next one, results of the model, parameters
-that the plan keeps gathered. Other parameters are gathered again, once for the slice and the backward
+that the plan keeps gathered. Other parameters are regathered, once for the slice and the backward
 call together.
 """
 
@@ -72,7 +72,7 @@ def _refuse(name: str, why: str) -> None:
 
 @dataclass(frozen=True)
 class _Slice:
-    """What backward makes again of one forward call; the names are those inside its segment.
+    """What backward recomputes of one forward call; the names are those inside its segment.
 
     lost: made again. kept: handed over by the forward call, and start of the slice. given: values in the
     slice that main has anyway -> the main value.
@@ -100,7 +100,7 @@ class _Ends:
 
 @dataclass
 class _Again:
-    """One call that is computed again, as it is put together.
+    """One call that is recomputed, as it is put together.
 
     outs: value inside the segment -> the main value that backward has for it. gathers: parameters that the
     slice gathers, (port, layout) -> value inside.
@@ -159,8 +159,8 @@ class _Segments:
             baselines = [n for n in names if n == base or (n in self.made and self._stands_for(n, base))]
             if len(baselines) == 1:
                 final[baselines[0]] = base
-        found = {n: self.made[n].segment if n in self.made else self.base[n] for n in names}
-        return {final[n]: replace(s, graph=replace(s.graph, name=final[n])) for n, s in found.items()}, final
+        result = {n: self.made[n].segment if n in self.made else self.base[n] for n in names}
+        return {final[n]: replace(s, graph=replace(s.graph, name=final[n])) for n, s in result.items()}, final
 
     def _stands_for(self, name: str, base: str) -> bool:
         return self.made[name].base == base and not self.made[name].again
@@ -199,26 +199,26 @@ class _Pass:
     def _kinds(self, graph: Graph) -> dict[str, str]:
         """Value -> the kind of op that makes it; "" for collectives and ops without a rule."""
         types = graph.types()
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         for node in graph.nodes:
             rule = self.rules.get(node.op)
             kind = "" if rule is None else rule(node, [types[r] for r in refs_of(node)]).kind
-            found.update(dict.fromkeys(node.outs, kind))
-        return found
+            result.update(dict.fromkeys(node.outs, kind))
+        return result
 
     def _port_copies(self) -> dict[str, str]:
         """Main values that are an input of the program, placed as it is or in another way -> that input."""
-        found = {name: name for name in self.values if name not in self.makers}
+        result = {name: name for name in self.values if name not in self.makers}
         for item in self.lowered.main:
             if isinstance(item, Call):
                 args = self._args(item)
                 for name, out in self._outs(item):
                     source = args.get(self.moved[item.segment].get(name, ""))
-                    if source in found:
-                        found[out] = found[source]
-            elif len(item.outs) == 1 and next(refs_of(item)) in found:
-                found[item.name] = found[next(refs_of(item))]
-        return found
+                    if source in result:
+                        result[out] = result[source]
+            elif len(item.outs) == 1 and next(refs_of(item)) in result:
+                result[item.name] = result[next(refs_of(item))]
+        return result
 
     def _is_backward(self, value: str) -> bool:
         return value in self.makers and self.makers[value].backward
@@ -237,7 +237,7 @@ class _Pass:
     # -- one forward call ------------------------------------------------------------------------------
 
     def _slice_of(self, call: Call) -> _Slice:
-        """What of a forward call's results backward makes again, and from what."""
+        """What of a forward call's results backward recomputes, and from what."""
         segment, args = self.lowered.segments[call.segment], self._args(call)
         staying, read = set[str](), list[str]()
         given: dict[str, str] = {}
@@ -283,29 +283,29 @@ class _Pass:
 
     def _again(self, call: Call) -> _Again | None:
         """The call of the slice; None if backward reads nothing that it would make."""
-        found = self._slice_of(call)
-        if not found.lost:
+        result = self._slice_of(call)
+        if not result.lost:
             return None
         outs = dict(self._outs(call))
-        args = self._args(call) | found.given
-        for value in sorted(found.kept):
+        args = self._args(call) | result.given
+        for value in sorted(result.kept):
             args[value] = outs[value] if value in outs else self._new_value(call.segment, value)
-        again = _Again(call, found, args, {})
+        repeated = _Again(call, result, args, {})
         segment = self.lowered.segments[call.segment]
-        part = sliced(segment, call.segment, found.lost, self._given(again), backward=True)
+        part = sliced(segment, call.segment, result.lost, self._given(repeated), backward=True)
         for name, _ in part.graph.inputs:
-            again.args[name] = self._in_backward(again.args[name], again.before)
-        again.outs = {v: self._new_value(call.segment, v, outs[v]) for v in found.lost}
+            repeated.args[name] = self._in_backward(repeated.args[name], repeated.before)
+        repeated.outs = {v: self._new_value(call.segment, v, outs[v]) for v in result.lost}
         for value, source in moved_inputs(part.graph).items():
-            port = self.port_of.get(again.args[source])
+            port = self.port_of.get(repeated.args[source])
             if port is not None and value != source:
-                again.gathers[port, part.layouts[value]] = value
-        return again
+                repeated.gathers[port, part.layouts[value]] = value
+        return repeated
 
     def _part(self, again: _Again) -> LoweredSegment:
         """The slice with all that is asked of it so far."""
-        found = again.slice
-        outputs = (*found.lost, *(v for v in again.outs if v not in found.lost))
+        result = again.slice
+        outputs = (*result.lost, *(v for v in again.outs if v not in result.lost))
         return self.segments.part(again.call.segment, outputs, self._given(again), _AGAIN, backward=True)
 
     def _given(self, again: _Again) -> list[str]:
@@ -319,7 +319,7 @@ class _Pass:
         return name
 
     def _in_backward(self, value: str, before: list[Node]) -> str:
-        """The value itself, or for a parameter gathered in main that no one keeps: gathered again."""
+        """The value itself, or for a parameter gathered in main that no one keeps: regathered."""
         maker = self.makers.get(value)
         if value in self.read or value not in self.port_of or not isinstance(maker, Node):
             return value
@@ -334,12 +334,12 @@ class _Pass:
     def run(self) -> Lowered:
         agains = self._chosen_calls()
         renamed = {
-            out: again.outs[inner]
-            for again in agains
-            for inner, out in self._outs(again.call)
-            if inner in again.outs
+            out: repeated.outs[inner]
+            for repeated in agains
+            for inner, out in self._outs(repeated.call)
+            if inner in repeated.outs
         }
-        maker = {out: k for k, again in enumerate(agains) for out in again.outs.values()}
+        maker = {out: k for k, repeated in enumerate(agains) for out in repeated.outs.values()}
         backward = [_with_names(i, renamed) for i in self.lowered.main if i.backward]
         feeding = [dict.fromkeys(maker[a] for a in _arguments(i) if a in maker) for i in backward]
         # which gathers slices share with backward calls is settled before any slice is cut
@@ -356,7 +356,7 @@ class _Pass:
             done.update(numbers)
             tail.append(item)
         used = {a for i in tail for a in _arguments(i)} | self.passed_on
-        of_call = {again.call.outs: again for again in agains}
+        of_call = {repeated.call.outs: repeated for repeated in agains}
         head = [
             self._lean(of_call[i.outs], used) if isinstance(i, Call) and i.outs in of_call else i
             for i in self.lowered.main
@@ -366,14 +366,14 @@ class _Pass:
 
     def _chosen_calls(self) -> list[_Again]:
         left = {name: choice.calls for name, choice in self.chosen.items()}
-        found: list[_Again] = []
+        result: list[_Again] = []
         for item in self.lowered.main:
             if isinstance(item, Call) and not item.backward and left.get(item.segment, 0) > 0:
                 left[item.segment] -= 1
-                again = self._again(item)
-                if again is not None:
-                    found.append(again)
-        return found
+                repeated = self._again(item)
+                if repeated is not None:
+                    result.append(repeated)
+        return result
 
     def _with_gathers(self, item: Instruction, sources: Sequence[_Again]) -> Instruction:
         """A backward call that takes parameters as the slices before it gathered them."""
@@ -386,12 +386,12 @@ class _Pass:
             if port is None or value == source:
                 continue
             key = (port, segment.layouts[value])
-            again = next((a for a in sources if key in a.gathers), None)
-            if again is not None:
-                inner = again.gathers[key]
-                if inner not in again.outs:
-                    again.outs[inner] = self._new_value(again.call.segment, inner, port)
-                args[value] = again.outs[inner]
+            repeated = next((a for a in sources if key in a.gathers), None)
+            if repeated is not None:
+                inner = repeated.gathers[key]
+                if inner not in repeated.outs:
+                    repeated.outs[inner] = self._new_value(repeated.call.segment, inner, port)
+                args[value] = repeated.outs[inner]
         given = sorted(v for v in args if v not in self._inputs(item.segment))
         if not given:
             return item
@@ -413,9 +413,9 @@ class _Pass:
         """The forward call, which hands over only what is used, and what its slice starts from."""
         call = again.call
         outs = [(inner, out) for inner, out in self._outs(call) if out in used]
-        made = {out for _, out in outs}
+        new = {out for _, out in outs}
         starts = [(v, again.args[v]) for v in sorted(again.slice.kept)]
-        outs += [(v, out) for v, out in starts if out in used and out not in made]
+        outs += [(v, out) for v, out in starts if out in used and out not in new]
         part = self.segments.part(call.segment, [v for v, _ in outs], (), "lean", backward=False)
         args = self._args(call)
         return replace(

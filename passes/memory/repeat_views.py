@@ -1,6 +1,6 @@
 """Backward makes its own views of what forward made, instead of being handed them.
 
-Then a weight reaches the backward half as itself, so that it can be gathered again or kept, and an
+Then a weight reaches the backward half as itself, so that it can be regathered or kept, and an
 activation is kept once, not once per view of it. What is expanded and copied, as the keys and values of
 grouped attention, is copied again: it holds several times as much as what it is a copy of.
 """

@@ -33,10 +33,10 @@ def _sunk(folded: Folded, name: str, main: str, table: Mapping[str, RuleFn]) -> 
     graph = folded.segments[name]
     source = next(c for c in folded.calls if c.segment == name)
     users = [c for c in folded.calls if main in c.args]
-    found = _chain(graph, graph.outputs[source.outs.index(main)], table)
-    if found is None or not users or main in {r.value for r in folded.joint.results}:
+    result = _chain(graph, graph.outputs[source.outs.index(main)], table)
+    if result is None or not users or main in {r.value for r in folded.joint.results}:
         return folded
-    nodes, starts = found
+    nodes, starts = result
     places = {c.segment: c.args.index(main) for c in users}
     if any(c.args[places[c.segment]] != main for c in folded.calls if c.segment in places):
         return folded  # some of its calls take another one
@@ -126,6 +126,6 @@ def _making(
         *((inner[v], types[v]) for v in starts),
         *graph.inputs[place + 1 :],
     )
-    made = inner[nodes[-1].name]
-    outputs = tuple(made if o == given else o for o in graph.outputs)
-    return replace(graph, inputs=inputs, nodes=(*own, *renamed(graph.nodes, {given: made})), outputs=outputs)
+    new = inner[nodes[-1].name]
+    outputs = tuple(new if o == given else o for o in graph.outputs)
+    return replace(graph, inputs=inputs, nodes=(*own, *renamed(graph.nodes, {given: new})), outputs=outputs)

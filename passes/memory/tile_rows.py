@@ -53,9 +53,9 @@ def tile_rows(folded: Folded, rows: int, table: Mapping[str, RuleFn]) -> Folded:
 def _with_stretch(folded: Folded, name: str, begin: str, rows: int, table: Mapping[str, RuleFn]) -> Folded:
     """The model with as much in tiles as can be around an op; as it is where not every row is treated by
     itself."""
-    for whole in (True, False):
+    for full in (True, False):
         try:
-            return _Stretch(folded, name, begin, rows, table, whole=whole).tiled()
+            return _Stretch(folded, name, begin, rows, table, whole=full).tiled()
         except NoFactorsError:
             continue
     return folded
@@ -115,13 +115,13 @@ class _Stretch:
 
     def _stretch(self, begin: str) -> WideValues:
         """The stretch of the forward segment."""
-        found = self._around(begin)
+        result = self._around(begin)
         if not self.whole:
-            return found
+            return result
         for node in self.graph.nodes:
-            if node.name not in found.nodes and widens(node, self.graph, self.weights):
-                found = self._joined(found, self._around(node.name))
-        return replace(found, nodes=self._absorbed(self.graph, found.nodes, self.weights))
+            if node.name not in result.nodes and widens(node, self.graph, self.weights):
+                result = self._joined(result, self._around(node.name))
+        return replace(result, nodes=self._absorbed(self.graph, result.nodes, self.weights))
 
     def _around(self, begin: str) -> WideValues:
         first = len(self.graph.types()[begin].shape) - 2
@@ -151,16 +151,16 @@ class _Stretch:
     def _absorbed(self, graph: Graph, nodes: frozenset[str], weights: Collection[str]) -> frozenset[str]:
         """With elementwise ops of which nothing but what these nodes make has rows."""
         types = graph.types()
-        found = set(nodes)
-        made = {o for n in graph.nodes if n.name in nodes for o in n.outs}
+        result = set(nodes)
+        new = {o for n in graph.nodes if n.name in nodes for o in n.outs}
         for node in graph.nodes:
             rows = [r for r in refs_of(node) if r not in weights]
-            if node.name in found or not rows or not made.issuperset(rows):
+            if node.name in result or not rows or not new.issuperset(rows):
                 continue
             if node.op in _VIEWS - TRANSPOSES or self._kind(node, types) == "pointwise":
-                found.add(node.name)
-                made.update(node.outs)
-        return frozenset(found)
+                result.add(node.name)
+                new.update(node.outs)
+        return frozenset(result)
 
     def tiled(self) -> Folded:
         """The model with the stretch as one op. Raises NoFactorsError if it cannot be that."""
@@ -198,7 +198,7 @@ class _Stretch:
         return bool(users) and all(u.backward for u in users) and returned.isdisjoint(outs)
 
     def _is_recomputed(self, maker: Node) -> bool:
-        """Whether backward makes again what a node does: not products, whose narrow results it is given."""
+        """Whether backward recomputes what a node does: not products, whose narrow results it is given."""
         return maker.name in self.wide.nodes and self._kind(maker, self.graph.types()) != "matmul"
 
     # -- what backward reads ---------------------------------------------------------------------------
@@ -264,9 +264,9 @@ class _Stretch:
             *renamed(recomputed, inner),
             *renamed([n for n in graph.nodes if n.name in wide.nodes], instead),
         ]
-        whole = replace(graph, inputs=tuple(inputs), nodes=renamed(graph.nodes, instead))
-        made = self._with_tiles(whole, body, (), len(recomputed))
-        small = without_dead(made)
+        full = replace(graph, inputs=tuple(inputs), nodes=renamed(graph.nodes, instead))
+        new = self._with_tiles(full, body, (), len(recomputed))
+        small = without_dead(new)
         used = {r for n in small.nodes for r in refs_of(n)} | set(small.outputs)
         kept = [p for p, (n, _) in enumerate(inputs) if n in used]
         self.segments[segment] = replace(small, inputs=tuple(inputs[p] for p in kept))
@@ -314,7 +314,7 @@ class _Stretch:
         """The graph with a body in place of its nodes. lost: positions of outputs that are no longer made.
         recomputed: nodes of the body that repeat what forward did, at its begin."""
         gone = {n.name for n in body}
-        made = {o for n in body for o in n.outs}
+        new = {o for n in body for o in n.outs}
         rest = [n for n in graph.nodes if n.name not in gone]
         wanted = {v for k, v in enumerate(graph.outputs) if k not in lost}
         wanted |= {r for n in rest for r in refs_of(n)} | set(self.handed)
@@ -323,16 +323,16 @@ class _Stretch:
             tile = self._node(graph, body, outs, recomputed)
         except NoFactorsError:
             # what the rows are views of may tell sequences apart
-            views = self._views(graph, body, made)
+            views = self._views(graph, body, new)
             tile = self._node(graph, [*views, *body], outs, recomputed and recomputed + len(views))
         return replace(graph, nodes=_ordered([n for n, _ in graph.inputs], rest, tile))
 
     def _node(self, graph: Graph, body: Sequence[Node], outs: Sequence[str], recomputed: int) -> Node:
         """The op with this body. outs: values of it that others use. recomputed: see `_with_tiles`."""
-        made = [o for n in body for o in n.outs]
-        given = list(dict.fromkeys(r for n in body for r in refs_of(n) if r not in made))
+        new = [o for n in body for o in n.outs]
+        given = list(dict.fromkeys(r for n in body for r in refs_of(n) if r not in new))
         types = {**graph.types()} | {o: t for n in body for o, t in zip(n.outs, n.types, strict=True) if t}
-        inner = {v: f"x{k}" for k, v in enumerate(given)} | {o: f"v{k}" for k, o in enumerate(made)}
+        inner = {v: f"x{k}" for k, v in enumerate(given)} | {o: f"v{k}" for k, o in enumerate(new)}
         inputs = tuple((inner[v], types[v]) for v in given)
         small = without_dead(Graph("tile", inputs, renamed(body, inner), tuple(inner[o] for o in outs)))
         kept = {n.name for n in small.nodes}
@@ -344,39 +344,39 @@ class _Stretch:
     def _views(self, graph: Graph, body: Sequence[Node], made: Collection[str]) -> list[Node]:
         """Views of rows that the body takes."""
         makers = {o: n for n in graph.nodes for o in n.outs}
-        found: dict[str, Node] = {}
+        result: dict[str, Node] = {}
         wanted = [r for n in body for r in refs_of(n) if r not in made]
         while wanted:
             node = makers.get(wanted.pop())
             if (
                 node is not None
                 and node.op in _VIEWS
-                and node.name not in found
+                and node.name not in result
                 and not ({*refs_of(node)} & {*made})
             ):
-                found[node.name] = node
+                result[node.name] = node
                 wanted += refs_of(node)
-        return [n for n in graph.nodes if n.name in found]
+        return [n for n in graph.nodes if n.name in result]
 
-    def _cut(self, body: Graph, found: BodyFactors, recomputed: int) -> RowTiles:
+    def _cut(self, body: Graph, result: BodyFactors, recomputed: int) -> RowTiles:
         """Which dims are rows: all but the last of what is wide. recomputed: as of `RowTiles`."""
         types = body.types()
         wide = (o for n in body.nodes for o in n.outs if types[o].nbytes > self.limit)
-        leading = [tuple(f for d in found.dims[v][:-1] for f in d) for v in wide]
+        leading = [tuple(f for d in result.dims[v][:-1] for f in d) for v in wide]
         rows = max(leading, key=leading.count, default=())[-1:]
-        if not rows or found.fixed.intersection(rows):
+        if not rows or result.fixed.intersection(rows):
             raise NoFactorsError("rows are not treated alike")
         # of rows of all sequences in one dim, a tile has those of one sequence
-        outside = {d[:-1] for laid in found.dims.values() for d in laid if len(d) > 1 and d[-1:] == rows}
-        if len(outside) > 1 or any(len(d) != 1 or found.fixed.intersection(d) for d in outside):
+        outside = {d[:-1] for laid in result.dims.values() for d in laid if len(d) > 1 and d[-1:] == rows}
+        if len(outside) > 1 or any(len(d) != 1 or result.fixed.intersection(d) for d in outside):
             raise NoFactorsError("rows lie in several orders")
         batch = next((d[0] for d in outside), None)
         both = rows if batch is None else (batch, *rows)
-        if any(found.reduce.get(f, "sum") != "sum" for f in both):
+        if any(result.reduce.get(f, "sum") != "sum" for f in both):
             raise NoFactorsError("what is made of all rows is no sum")
         kinds: dict[str, str] = {}
         for value in types:
-            kind = kinds_of(found.dims[value], batch, rows[-1])
+            kind = kinds_of(result.dims[value], batch, rows[-1])
             if kind is None:
                 raise NoFactorsError("rows lie in another order")
             kinds[value] = kind

@@ -27,8 +27,8 @@ def makes_mask(node: Node, graph: Graph, table: Mapping[str, RuleFn]) -> bool:
         return False
     if fn(node, [types[r] for r in refs]).kind != "pointwise":
         return False
-    made = types[node.name]
-    return made.nbytes > _MATRIX * sum(spread(types[r], made) for r in refs)
+    new = types[node.name]
+    return new.nbytes > _MATRIX * sum(spread(types[r], new) for r in refs)
 
 
 def spread(type_: TensorType, over: TensorType) -> int:
@@ -57,12 +57,12 @@ def weights_of(folded: Folded, name: str) -> set[str]:
     ports = {p.name for p in folded.joint.ports if p.kind in ("param", "buffer", "const")}
     graph = folded.segments[name]
     calls = [c for c in folded.calls if c.segment == name]
-    found = {n for k, (n, _) in enumerate(graph.inputs) if all(c.args[k] in ports for c in calls)}
+    result = {n for k, (n, _) in enumerate(graph.inputs) if all(c.args[k] in ports for c in calls)}
     for node in graph.nodes:
         refs = list(refs_of(node))
-        if refs and found.issuperset(refs):
-            found.update(node.outs)
-    return found
+        if refs and result.issuperset(refs):
+            result.update(node.outs)
+    return result
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class WideValues:
 def wide_values(graph: Graph, begin: Mapping[str, int], limit: float, weights: Collection[str]) -> WideValues:
     """What is connected with some wide values. limit: bytes of what is narrow, at most."""
     types = graph.types()
-    made = {out: node for node in graph.nodes for out in node.outs}
+    new = {out: node for node in graph.nodes for out in node.outs}
     dims, nodes = dict(begin), dict[str, Node]()
 
     def large(value: str) -> bool:
@@ -104,8 +104,8 @@ def wide_values(graph: Graph, begin: Mapping[str, int], limit: float, weights: C
                         # rows with rows: what they make has none
                         add(ref, _beside(node, ref, dims, types))
         for value in list(dims):
-            if value in made:
-                nodes[made[value].name] = made[value]
+            if value in new:
+                nodes[new[value].name] = new[value]
         if before == (len(dims), len(nodes)):
             return WideValues(dims, frozenset(nodes) | between(graph, nodes))
 
@@ -138,8 +138,8 @@ def _rows(
     here, there = (after, before) if back else (before, after)
     if node.op in RESHAPES:
         return _reshaped(here, there, at)
-    found = at + len(there) - len(here)
-    return found if found >= 0 and there[found] == here[at] else None
+    result = at + len(there) - len(here)
+    return result if result >= 0 and there[result] == here[at] else None
 
 
 def _beside(node: Node, ref: str, dims: Mapping[str, int], types: Mapping[str, TensorType]) -> int | None:

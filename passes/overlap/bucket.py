@@ -29,14 +29,14 @@ from autoshard.passes.segment_parts import derived_values
 BUCKETED = frozenset(TENSOR_COLLECTIVES[transfer].op for transfer in BUCKET_COLLECTIVES)
 #: what may be between a parameter and its gather
 _CASTS = frozenset((AMAX_SCALE, CAST_SCALED))
-#: bytes of whole tensors from which on they do not travel with what is waited for earlier
+#: bytes of full tensors from which on they do not travel with what is waited for earlier
 _MUCH = 1 << 20
 
 
 def bucket_collectives(lowered: Lowered, parameters: Collection[str], *, apart: bool = False) -> Lowered:
     """Every segment with its parameter and gradient collectives merged.
 
-    parameters: inputs of the program. apart: whether gathers whose results are gathered again have messages
+    parameters: inputs of the program. apart: whether gathers whose results are regathered have messages
     of their own.
     """
     moved = derived_values(lowered, parameters, lambda node: node.op in _CASTS or node.op == ALL_GATHER.op)
@@ -71,9 +71,9 @@ def _gathers_together(graph: Graph, apart: bool, parameters: Collection[str]) ->
     for node in reversed(casts):
         sent.update(refs_of(node) if not sent.isdisjoint(node.outs) else ())
     casts = [n for n in casts if not sent.isdisjoint(n.outs)]
-    again = {r for n in graph.nodes if n.op == ALL_GATHER.op for r in refs_of(n)} if apart else set()
-    waited = [n for n in gathers if not again.isdisjoint(n.outs)]
-    others = [n for n in gathers if again.isdisjoint(n.outs)]
+    repeated = {r for n in graph.nodes if n.op == ALL_GATHER.op for r in refs_of(n)} if apart else set()
+    waited = [n for n in gathers if not repeated.isdisjoint(n.outs)]
+    others = [n for n in gathers if repeated.isdisjoint(n.outs)]
     if waited and sum(map(nbytes_made, others)) > _MUCH:
         merged = [*_merged(waited, graph, parameters), *_merged(others, graph, parameters)]
     else:
@@ -122,9 +122,9 @@ def _merged(members: Sequence[Node], graph: Graph, parameters: Collection[str] =
     for node in members:
         buckets.setdefault(_key(node, types, parameters), []).append(node)
     return [
-        made
+        new
         for group in buckets.values()
-        for made in (group if len(group) == 1 or group[0].kwarg("op") == "lse" else [_bucket_node(group)])
+        for new in (group if len(group) == 1 or group[0].kwarg("op") == "lse" else [_bucket_node(group)])
     ]
 
 

@@ -132,14 +132,14 @@ class _Segment:
         if node.op in _TAKE:
             tokens = next(refs_of(node))
             given[tokens] = self._cut(tokens, node)
-        made = {out: self.parts.get(out) or self.model.names(out) for out in node.outs}
+        new = {out: self.parts.get(out) or self.model.names(out) for out in node.outs}
         for k in range(self.chunks):
-            (part,) = renamed([node], {value: parts[k] for value, parts in (given | made).items()})
+            (part,) = renamed([node], {value: parts[k] for value, parts in (given | new).items()})
             types = node.types if node.op in _SUM else tuple(t and self.model.one(t) for t in node.types)
             args = (part.args[0], types[0].shape) if node.op in SHAPED and types[0] else part.args
             self.nodes.append(replace(part, args=args, types=types))
         if node.op in _GIVE | _SUM:
-            self._whole(node, made[node.name])
+            self._whole(node, new[node.name])
 
     def _is_sized(self, node: Node) -> bool:
         """Whether an argument is the number of slots, of an op that is not known to have a shape there."""
@@ -154,10 +154,10 @@ class _Segment:
             why = f"{type_.shape[0]} tokens are not {sequences} sequences of a multiple of {self.chunks}"
             raise _refused(self.chunks, why, node.origin)
         if tokens not in self.rows:
-            whole, part = PlacedValue(type_, ()), PlacedValue(self.model.one(type_), ())
+            full, part = PlacedValue(type_, ()), PlacedValue(self.model.one(type_), ())
             add = self._adder(node, tokens)
             self.rows[tokens] = tuple(
-                cut(tokens, whole, self.model.placed, k, part, self.chunks, add) for k in range(self.chunks)
+                cut(tokens, full, self.model.placed, k, part, self.chunks, add) for k in range(self.chunks)
             )
         return self.rows[tokens]
 
@@ -165,11 +165,11 @@ class _Segment:
         """What an op gives for all tokens, of what it gives for the chunks: their rows, or their sum."""
         (type_,) = node.types
         assert type_ is not None
-        whole, add = PlacedValue(type_, ()), self._adder(node, node.name, node.name)
+        full, add = PlacedValue(type_, ()), self._adder(node, node.name, node.name)
         if node.op in _SUM:
-            total(chunks, whole, add)
+            total(chunks, full, add)
         else:
-            join(chunks, PlacedValue(self.model.one(type_), ()), self.model.placed, whole, add)
+            join(chunks, PlacedValue(self.model.one(type_), ()), self.model.placed, full, add)
 
     def _adder(self, node: Node, base: str, last: str = "") -> Add:
         """Adds ops beside a node. base: of the names of what they make; last: that of the last one."""

@@ -40,14 +40,14 @@ _Key: TypeAlias = "tuple[str, str, str]"
 
 def join_messages(lowered: Lowered, mesh: MeshShape, limit: int) -> Lowered:
     """The program with such messages together. limit: bytes, on a rank, after which one is sent."""
-    whole = statements_of(lowered)
-    used = {value for s in whole.all for value in s.uses}
+    full = statements_of(lowered)
+    used = {value for s in full.all for value in s.uses}
     # slices of a sequence add to one value: each of them has a part with messages of its own
-    several_make = {v for v, n in Counter(v for s in whole.all for v in s.makes).items() if n > 1}
+    several_make = {v for v, n in Counter(v for s in full.all for v in s.makes).items() if n > 1}
     pieces = {
-        part: list(_pieces(statements, used, several_make)) for part, statements in by_part(whole).items()
+        part: list(_pieces(statements, used, several_make)) for part, statements in by_part(full).items()
     }
-    groups = [g for part in pieces.values() for g in _groups(part, whole, mesh, limit)]
+    groups = [g for part in pieces.values() for g in _groups(part, full, mesh, limit)]
     several = [g for g in groups if len(g.members) > 1]
     if not several:
         return lowered
@@ -55,7 +55,7 @@ def join_messages(lowered: Lowered, mesh: MeshShape, limit: int) -> Lowered:
     apart: list[tuple[StagePart, Sequence[Statement]]] = []
     for part, own in pieces.items():
         apart += [(part, piece) for piece in _apart(own, of_value)] or [(part, [])]
-    return parts_named(_joined(regrouped(whole, apart), of_value), lowered)
+    return parts_named(_joined(regrouped(full, apart), of_value), lowered)
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def _pieces(
 
 def _chained(own: Sequence[Statement]) -> bool:
     """Whether one works on what another makes, as where a value is gathered over two axes."""
-    made = {value for s in own for value in s.makes}
-    return any(not made.isdisjoint(s.uses) for s in own)
+    new = {value for s in own for value in s.makes}
+    return any(not new.isdisjoint(s.uses) for s in own)
 
 
 def _groups(pieces: Sequence[_Piece], whole: Statements, mesh: MeshShape, limit: int) -> list[_Group]:
@@ -153,32 +153,32 @@ def _nbytes(statement: Statement, whole: Statements, mesh: MeshShape) -> int:
 
 def _apart(pieces: Sequence[_Piece], of_value: dict[str, _Group]) -> list[list[Statement]]:
     """The items of a part, reductions that are joined with others apart from theirs."""
-    found: list[list[Statement]] = []
+    result: list[list[Statement]] = []
     item = -1
     for piece in pieces:
         joined = [s for s in piece.statements if s.makes[0] in of_value]
         rest = [s for s in piece.statements if s.makes[0] not in of_value]
         if rest:
             if item == piece.item:
-                found[-1] += rest
+                result[-1] += rest
             else:
-                found.append(rest)
+                result.append(rest)
             item = piece.item
-        found += [[s] for s in joined]
-    return found
+        result += [[s] for s in joined]
+    return result
 
 
 def _joined(lowered: Lowered, of_value: dict[str, _Group]) -> Lowered:
     """The program with the calls of a group's members replaced by one message."""
-    whole = statements_of(lowered)
-    members: dict[int, Statement] = {s.item: s for s in whole.all if s.makes and s.makes[0] in of_value}
+    full = statements_of(lowered)
+    members: dict[int, Statement] = {s.item: s for s in full.all if s.makes and s.makes[0] in of_value}
     groups: dict[int, list[int]] = {}
     for item in sorted(members):
         groups.setdefault(id(of_value[members[item].makes[0]]), []).append(item)
     stands: dict[int, Node] = {}
     for items in groups.values():
         group = of_value[members[items[0]].makes[0]]
-        stands[items[0] if group.first else items[-1]] = _message([members[k] for k in items], whole)
+        stands[items[0] if group.first else items[-1]] = _message([members[k] for k in items], full)
     pieces: list[tuple[StagePart, Sequence[Instruction]]] = []
     for part in lowered.parts:
         own: list[Instruction] = []
@@ -189,10 +189,10 @@ def _joined(lowered: Lowered, of_value: dict[str, _Group]) -> Lowered:
                 own.append(lowered.main[k])
         pieces.append((part, own))
     # nothing need use all that a message of several brings
-    brought = {v: whole.values[v] for node in stands.values() for v in node.outs}
-    made = with_parts(replace(lowered, values={**lowered.values, **brought}), pieces)
-    called = {i.segment for i in made.main if isinstance(i, Call)}
-    return replace(made, segments={n: s for n, s in made.segments.items() if n in called})
+    brought = {v: full.values[v] for node in stands.values() for v in node.outs}
+    new = with_parts(replace(lowered, values={**lowered.values, **brought}), pieces)
+    called = {i.segment for i in new.main if isinstance(i, Call)}
+    return replace(new, segments={n: s for n, s in new.segments.items() if n in called})
 
 
 def _message(members: Sequence[Statement], whole: Statements) -> Node:

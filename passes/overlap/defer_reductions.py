@@ -114,17 +114,17 @@ class _Round:
             return {}
         graph = self.source.segments[name].graph
         used_inside = {r for n in graph.nodes for r in refs_of(n)}
-        found: dict[str, _Deferred] = {}
+        result: dict[str, _Deferred] = {}
         for node in graph.nodes:
             free = [o for o in node.outs if o in graph.outputs and o not in used_inside]
             for out in free:
                 leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o == out}
                 if self._may_wait(node, leaving):
-                    found[out] = _deferred(node)[out]
-        return found
+                    result[out] = _deferred(node)[out]
+        return result
 
     def _agreed(
-        self, found: dict[str, dict[str, _Deferred]]
+        self, result: dict[str, dict[str, _Deferred]]
     ) -> tuple[dict[str, dict[str, _Deferred]], frozenset[str]]:
         """Without what only some of those defer that add to a gradient in a stage: slices of a sequence.
 
@@ -132,8 +132,8 @@ class _Round:
         in main that must stay where they are.
         """
         rows = list(self._made())
-        made = Counter((stage, out) for stage, _, _, out in rows)
-        several = [row for row in rows if made[row[0], row[3]] > 1]
+        new = Counter((stage, out) for stage, _, _, out in rows)
+        several = [row for row in rows if new[row[0], row[3]] > 1]
         reads: dict[tuple[int, str], set[tuple[str, ...]]] = {}
         for stage, item, _, out in several:
             if isinstance(item, Node):
@@ -143,7 +143,7 @@ class _Round:
 
         def waits(item: Instruction, inner: str) -> bool:
             if isinstance(item, Call):
-                return inner in found[item.segment]
+                return inner in result[item.segment]
             return self._main_waits(item) and inner not in barred
 
         while several:
@@ -159,10 +159,10 @@ class _Round:
                 break
             for item, inner in mixed:
                 if isinstance(item, Call):
-                    found[item.segment].pop(inner, None)
+                    result[item.segment].pop(inner, None)
                 else:
                     barred.update(item.outs)
-        return found, frozenset(barred)
+        return result, frozenset(barred)
 
     def _made(self) -> Iterator[tuple[int, Instruction, str, str]]:
         """(stage, instruction, its own name for it, value) of everything that main makes."""

@@ -20,17 +20,17 @@ from autoshard.ir.statements import Statement, by_part, regrouped, statements_of
 def gather_once(lowered: Lowered, kept: Collection[str]) -> Lowered:
     """The program with a part ``gather`` before the forward of every stage, if there is anything in it.
 
-    kept: ports of the parameters whose gathered copies are kept for the whole step.
+    kept: ports of the parameters whose gathered copies are kept for the full step.
     """
-    whole = statements_of(lowered)
-    of_part = by_part(whole)
+    full = statements_of(lowered)
+    of_part = by_part(full)
     early = {part: gathers_of(of_part[part], kept) for part in lowered.parts if part.phase == "forward"}
     if not any(early.values()):
         return lowered
     chosen = {id(s) for statements in early.values() for s in statements}
     left = [(part, [s for s in statements if id(s) not in chosen]) for part, statements in of_part.items()]
     gathers = [(replace(part, phase="gather"), statements) for part, statements in early.items()]
-    return regrouped(whole, [*gathers, *left])
+    return regrouped(full, [*gathers, *left])
 
 
 def gathers_of(
@@ -47,9 +47,9 @@ def gathers_of(
             derived.append(statement)
             known.update(statement.makes)
     wanted: set[str] = set()
-    found: list[Statement] = []
+    result: list[Statement] = []
     for statement in reversed(derived):
         if gathers(statement.node) or not wanted.isdisjoint(statement.makes):
-            found.append(statement)
+            result.append(statement)
             wanted.update(statement.uses)
-    return found[::-1]
+    return result[::-1]

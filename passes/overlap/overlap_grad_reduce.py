@@ -113,9 +113,9 @@ class _Costs:
         if name not in self._on_their_way:
             segment = self._segments[name]
             values = segment.placed()
-            found = (_message(segment.graph, value) for value in segment.graph.outputs)
+            result = (_message(segment.graph, value) for value in segment.graph.outputs)
             self._on_their_way[name] = tuple(
-                0.0 if n is None else self._seconds(n, values, ALONE) for n in found
+                0.0 if n is None else self._seconds(n, values, ALONE) for n in result
             )
         return self._on_their_way[name]
 

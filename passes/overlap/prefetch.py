@@ -5,7 +5,7 @@ which stands before the call in front (Rajbhandari et al., SC'20, ZeRO; FSDP pre
 result is waited for where it is used, so nothing else changes. One more layer's parameters are held.
 
 Where messages run beside computing, a call in front that is over too soon to hide the gather is passed over
-for a longer one (what is computed again in front of a backward). And what is gathered over two axes is two
+for a longer one (what is recomputed in front of a backward). And what is gathered over two axes is two
 messages: to issue the second the first is waited for, so that the first stands one call before that.
 """
 
@@ -32,25 +32,25 @@ def prefetch(lowered: Lowered, parameters: Collection[str], seconds: Seconds | N
     parameters: ports whose values are there from the start of a step. seconds: prices of nodes where messages
     run beside computing, None where a gather always stands in front of the very call before.
     """
-    whole = statements_of(lowered)
+    full = statements_of(lowered)
     costs = None if seconds is None else _Costs(lowered, seconds)
     pieces: list[tuple[StagePart, Sequence[Statement]]] = []
-    found = False
-    for part, statements in by_part(whole).items():
+    result = False
+    for part, statements in by_part(full).items():
         items = _items(statements)
-        early = {k: _gathers(item, whole, parameters) for k, item in enumerate(items)}
+        early = {k: _gathers(item, full, parameters) for k, item in enumerate(items)}
         early = {k: chosen for k, chosen in early.items() if k and chosen and len(chosen) < len(items[k])}
-        found |= bool(early)
+        result |= bool(early)
         pieces += [(part, piece) for piece in _ordered(items, early, costs)] or [(part, [])]
-    return parts_named(regrouped(whole, pieces), lowered) if found else lowered
+    return parts_named(regrouped(full, pieces), lowered) if result else lowered
 
 
 def _items(statements: Sequence[Statement]) -> list[list[Statement]]:
     """The statements of every instruction of main."""
-    found: dict[int, list[Statement]] = {}
+    result: dict[int, list[Statement]] = {}
     for statement in statements:
-        found.setdefault(statement.item, []).append(statement)
-    return list(found.values())
+        result.setdefault(statement.item, []).append(statement)
+    return list(result.values())
 
 
 def _gathers(item: Sequence[Statement], whole: Statements, parameters: Collection[str]) -> list[Statement]:
@@ -67,14 +67,14 @@ def _is_gather(node: Node) -> bool:
 def _waited_for(chosen: Sequence[Statement]) -> list[Statement]:
     """Of what gathers, what another gather waits for."""
     wanted: set[str] = set()
-    found: list[Statement] = []
+    result: list[Statement] = []
     for statement in reversed(chosen):
         if not wanted.isdisjoint(statement.makes):
-            found.append(statement)
+            result.append(statement)
         elif not _is_gather(statement.node):
             continue
         wanted.update(statement.uses)
-    return found[::-1] if any(_is_gather(s.node) for s in found) else []
+    return result[::-1] if any(_is_gather(s.node) for s in result) else []
 
 
 class _Costs:
@@ -95,11 +95,11 @@ class _Costs:
         item = self.lowered.main[statement.item]
         if not isinstance(item, Call):
             return self.seconds(item, self.lowered.values, ALONE)
-        found = self._of.get(item.segment)
-        if found is None:
+        result = self._of.get(item.segment)
+        if result is None:
             segment = self.lowered.segments[item.segment]
-            found = self._of[item.segment] = node_seconds(segment, self.seconds)
-        return found[statement.number]
+            result = self._of[item.segment] = node_seconds(segment, self.seconds)
+        return result[statement.number]
 
 
 def _ordered(
@@ -125,12 +125,12 @@ def _ordered(
             if first:
                 ahead = max(ahead, _place(last, costs.messages(first), spans))
                 before.setdefault(ahead, []).insert(0, first)
-    found: list[list[Statement]] = []
+    result: list[list[Statement]] = []
     for k, item in enumerate(items):
-        found += before.get(k, ())
+        result += before.get(k, ())
         chosen_here = {id(s) for s in early.get(k, ())}
-        found.append([s for s in item if id(s) not in chosen_here])
-    return found
+        result.append([s for s in item if id(s) not in chosen_here])
+    return result
 
 
 def _place(k: int, message: float, spans: Sequence[float]) -> int:

@@ -143,8 +143,8 @@ class _Scheduling:
         nodes, needs = self.graph.nodes, self._needs
         urgency: Sequence[float] = self._critical() if critical else self._for_messages()
         users: list[list[int]] = [[] for _ in nodes]
-        for k, found in enumerate(needs):
-            for need in found:
+        for k, result in enumerate(needs):
+            for need in result:
                 users[need].append(k)
         left = [len(n) for n in needs]
         clock, order = _Clock(), []
@@ -187,22 +187,22 @@ class _Scheduling:
     def _critical(self) -> list[float]:
         """Per node, seconds of the longest path to the last of what is waited for, negative."""
         needs = self._needs
-        found = [0.0] * len(needs)
+        result = [0.0] * len(needs)
         waited = set[int]().union(*needs)
         for k in range(len(needs) - 1, -1, -1):
             if k in waited or not is_message(self.graph.nodes[k]):
-                found[k] -= self.costs[k]
+                result[k] -= self.costs[k]
             for need in needs[k]:
-                found[need] = min(found[need], found[k])
-        return found
+                result[need] = min(result[need], result[k])
+        return result
 
     def _for_messages(self) -> list[int]:
         """Per node, the first message that needs it, itself among them: what no message needs comes last."""
         nodes, needs = self.graph.nodes, self._needs
-        found = [len(nodes)] * len(nodes)
+        result = [len(nodes)] * len(nodes)
         for k in range(len(nodes) - 1, -1, -1):
             if is_message(nodes[k]):
-                found[k] = min(found[k], k)
+                result[k] = min(result[k], k)
             for need in needs[k]:
-                found[need] = min(found[need], found[k])
-        return found
+                result[need] = min(result[need], result[k])
+        return result

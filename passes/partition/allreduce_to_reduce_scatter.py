@@ -1,6 +1,6 @@
 """An all-reduce of which every rank keeps its part alone is a reduce-scatter.
 
-Over a whole axis of many ranks the two may cost the same, and the search takes either. Level by level, or
+Over a full axis of many ranks the two may cost the same, and the search takes either. Level by level, or
 with fewer bits, the reduce-scatter sends half as much.
 """
 
@@ -20,8 +20,8 @@ def keep_part(lowered: Lowered) -> Lowered:
     """The program with such pairs as one collective, where the slice stood."""
     segments = {name: _segment(s) for name, s in lowered.segments.items()}
     uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
-    made = _pairs([i for i in lowered.main if isinstance(i, Node)], uses + Counter(lowered.results))
-    return replace(replaced_in_main(lowered, made), segments=segments)
+    new = _pairs([i for i in lowered.main if isinstance(i, Node)], uses + Counter(lowered.results))
+    return replace(replaced_in_main(lowered, new), segments=segments)
 
 
 def _segment(segment: LoweredSegment) -> LoweredSegment:
@@ -33,11 +33,11 @@ def _segment(segment: LoweredSegment) -> LoweredSegment:
 def _pairs(nodes: Sequence[Node] | Collection[Node], uses: Mapping[str, int]) -> dict[str, Node | None]:
     """Name -> what stands in its place, None for nothing."""
     sums = {n.name: n for n in nodes if n.op == ALL_REDUCE.op and n.kwarg("op", "sum") == "sum"}
-    found: dict[str, Node | None] = {}
+    result: dict[str, Node | None] = {}
     for node in nodes:
         source = next(refs_of(node), "")
-        whole = sums.get(source)
-        if node.op == SLICE.op and whole is not None and uses[source] == 1 and whole.args[1] == node.args[1]:
-            found[source] = None
-            found[node.name] = replace(node, op=REDUCE_SCATTER.op, args=(whole.args[0], *node.args[1:]))
-    return found
+        full = sums.get(source)
+        if node.op == SLICE.op and full is not None and uses[source] == 1 and full.args[1] == node.args[1]:
+            result[source] = None
+            result[node.name] = replace(node, op=REDUCE_SCATTER.op, args=(full.args[0], *node.args[1:]))
+    return result

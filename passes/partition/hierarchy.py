@@ -125,15 +125,15 @@ class _Refiner:
         segments = {name: self._segment(s) for name, s in lowered.segments.items()}
         values = {n: self.placed(p) for n, p in lowered.values.items()}
         chain = _Chain(self, values, lowered.values)
-        made = with_main(lowered, lambda item: chain.of(item) if isinstance(item, Node) else [item])
-        return replace(made, segments=segments, values=values)
+        new = with_main(lowered, lambda item: chain.of(item) if isinstance(item, Node) else [item])
+        return replace(new, segments=segments, values=values)
 
     def _segment(self, segment: LoweredSegment) -> LoweredSegment:
         types = segment.graph.types()
         old = {n: PlacedValue(t, segment.layouts[n]) for n, t in types.items()}
         values = {n: self.placed(p) for n, p in old.items()}
         chain = _Chain(self, values, old)
-        nodes = tuple(made for node in segment.graph.nodes for made in chain.of(node))
+        nodes = tuple(new for node in segment.graph.nodes for new in chain.of(node))
         layouts = {n: p.layout for n, p in values.items()}
         graph = replace(segment.graph, nodes=nodes)
         return replace(segment, graph=graph, layouts=layouts, why={**segment.why, **chain.why})
@@ -210,9 +210,9 @@ class _Chain:
         }.get(kind or "")
         if make is None:
             raise CannotRefineError(f"{COLLECTIVES[node.op].name} over {r.axis} has no form by levels")
-        made = make(node, self._members(node))
-        self._explain(node, made)
-        return made
+        new = make(node, self._members(node))
+        self._explain(node, new)
+        return new
 
     def _members(self, node: Node) -> list[_Member]:
         transfers = transfers_of(node) or ()
@@ -247,15 +247,15 @@ class _Chain:
         self, node: Node, members: Sequence[_Member], steps: Sequence[_Step], base: int = 0
     ) -> list[Node]:
         """One collective after the other, the last of which makes the results."""
-        made, at = [], [m.source for m in members]
+        new, at = [], [m.source for m in members]
         for k, (kind, level, layout) in enumerate(steps):
             last = k == len(steps) - 1
             after = [(m, layout(m, level)) for m in members]
             outs = [m.out if last else self._named(m, lay, level) for m, lay in after]
             done = {"all_reduce": None, "slice": 0}.get(kind, level)
-            made.append(self._node(node, kind, level, members, at, outs, done, base))
+            new.append(self._node(node, kind, level, members, at, outs, done, base))
             at = outs
-        return made
+        return new
 
     def _slices(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         start, levels = self.refiner.at, len(self.levels)
@@ -273,15 +273,15 @@ class _Chain:
         dims = [self._divided(m) if op == "sum" else None for m in members]
         split = [replace(m, where=(d, 1)) for m, d in zip(members, dims, strict=True) if d is not None]
         plain = [m for m, d in zip(members, dims, strict=True) if d is None]
-        made: list[Node] = []
+        new: list[Node] = []
         if plain:
             steps: list[_Step] = [
                 ("all_reduce", level, lambda m, lv: self._reduced(m, lv, op)) for level in self.levels[::-1]
             ]
-            made += self._by_level(node, plain, steps)
+            new += self._by_level(node, plain, steps)
         if split:
-            made += self._divided_reductions(node, split)
-        return made
+            new += self._divided_reductions(node, split)
+        return new
 
     def _divided_reductions(self, node: Node, members: Sequence[_Member]) -> list[Node]:
         inner, part = self.levels[1:], Partial()
@@ -387,7 +387,7 @@ class _Chain:
         self.why.update((step.name, reason) for step in made)
 
     def _bytes(self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape) -> float:
-        """Of the whole tensors on the fullest rank, as `cost.collective` counts them."""
+        """Of the full tensors on the fullest rank, as `cost.collective` counts them."""
         names = node.outs if COLLECTIVES[node.op].gathers else refs_of(node)
         placed = [values[name] for name in names]
         return float(sum(held_bytes(p.type, p.layout, mesh.sizes) for p in placed))

@@ -1,4 +1,4 @@
-"""A second copy of every parameter, split over fewer ranks than the first: what is gathered again stays near.
+"""A second copy of every parameter, split over fewer ranks than the first: what is regathered stays near.
 
 With parameters split over all ranks, every layer is gathered over the network twice a step. Once an axis is
 taken apart by level (`passes/partition/hierarchy.py`), what the gathers over its outer levels give is such a
@@ -149,7 +149,7 @@ class _Copies:
         self, stage: int, main: dict[StagePart, list[Instruction]], own: list[StagePart]
     ) -> dict[str, str]:
         """Calls of forward hand their copies on. Gives port -> copy, of those that are used again."""
-        again = {
+        repeated = {
             a
             for part in own
             if part.phase in ("backward", "weight")
@@ -173,7 +173,7 @@ class _Copies:
             for k, item in enumerate(main[part]):
                 if not isinstance(item, Call) or item.segment in shared:
                     continue
-                if again.isdisjoint(self._port(item, inner) for inner in self.made[item.segment].copy):
+                if repeated.isdisjoint(self._port(item, inner) for inner in self.made[item.segment].copy):
                     continue
                 outs = list(item.outs)
                 for inner, copy in self.made[item.segment].copy.items():
@@ -182,7 +182,7 @@ class _Copies:
                     graph = self.lowered.segments[item.segment].graph
                     self.values[name] = PlacedValue(graph.types()[copy], self._layout(item.segment, copy))
                     outs.append(name)
-                    if port in again:
+                    if port in repeated:
                         copies.setdefault(port, name)
                 main[part][k] = replace(item, outs=tuple(outs))
                 self._hand_on(item.segment)
@@ -209,13 +209,13 @@ class _Copies:
         for item in items:
             if not isinstance(item, Call):
                 continue
-            made = self.made[item.segment]
-            ports = {self._port(item, inner): inner for inner in made.copy}
+            new = self.made[item.segment]
+            ports = {self._port(item, inner): inner for inner in new.copy}
             fresh = {inner: port for port, inner in ports.items() if port not in copies}
             if not fresh:
                 continue
-            wanted = {made.copy[inner]: port for inner, port in fresh.items()}
-            gathers.setdefault(stage, []).extend(self._steps(item, made, wanted, stage, copies))
+            wanted = {new.copy[inner]: port for inner, port in fresh.items()}
+            gathers.setdefault(stage, []).extend(self._steps(item, new, wanted, stage, copies))
         return copies
 
     def _steps(
@@ -231,7 +231,7 @@ class _Copies:
                     needed.add(source)
         names = {inner: a for a, (inner, _) in zip(item.args, self._inputs(item), strict=True)}
         types = self.lowered.segments[item.segment].graph.types()
-        found: list[Node] = []
+        result: list[Node] = []
         for node in made.steps:
             kept = kept_outs(node, chosen)
             if kept is None:
@@ -243,8 +243,8 @@ class _Copies:
                 self.values[own] = PlacedValue(types[out], self._layout(item.segment, out))
                 if out in wanted:
                     copies[wanted[out]] = own
-            found.append(replace(_moved(kept, names, item.label), backward=False))
-        return found
+            result.append(replace(_moved(kept, names, item.label), backward=False))
+        return result
 
     def _step_name(self, source: str, node: Node) -> str:
         base = f"{source}_{node.args[1]}"
@@ -256,14 +256,14 @@ class _Copies:
         """A call that takes copies instead of parameters, if there is one of each."""
         if not isinstance(item, Call) or not self.made[item.segment].copy:
             return item
-        made = self.made[item.segment].copy
-        if not all(self._port(item, inner) in copies for inner in made):
+        new = self.made[item.segment].copy
+        if not all(self._port(item, inner) in copies for inner in new):
             return item
         self.used = True
         name = self._near(item.segment)
         inputs = {inner for inner, _ in self.segments[name].graph.inputs}
         args = [a for a, (inner, _) in zip(item.args, self._inputs(item), strict=True) if inner in inputs]
-        args += [copies[self._port(item, inner)] for inner in made]
+        args += [copies[self._port(item, inner)] for inner in new]
         outs = item.outs[: len(self.segments[name].graph.outputs)]
         return replace(item, segment=name, args=tuple(args), outs=outs)
 
@@ -271,9 +271,9 @@ class _Copies:
         """The form of a segment that takes copies, beside the old one, which others may still call."""
         near = f"near_{name}"
         if near not in self.segments:
-            segment, made = self.lowered.segments[name], self.made[name]
-            types, copies = segment.graph.types(), set(made.copy.values())
-            dropped = {o for n in made.steps for o in n.outs}
+            segment, new = self.lowered.segments[name], self.made[name]
+            types, copies = segment.graph.types(), set(new.copy.values())
+            dropped = {o for n in new.steps for o in n.outs}
             nodes: list[Node] = []
             for node in segment.graph.nodes:
                 if exact_transfer(node) == "all_gather" and node.args[1] in self.how.copies:
@@ -282,8 +282,8 @@ class _Copies:
                 else:
                     nodes.append(node)
             used = {r for n in nodes for r in refs_of(n)} | set(segment.graph.outputs)
-            inputs = [(n, t) for n, t in segment.graph.inputs if n not in made.copy or n in used]
-            inputs += [(c, types[c]) for c in made.copy.values()]
+            inputs = [(n, t) for n, t in segment.graph.inputs if n not in new.copy or n in used]
+            inputs += [(c, types[c]) for c in new.copy.values()]
             graph = Graph(near, tuple(inputs), tuple(nodes), segment.graph.outputs)
             present = {n for n, _ in inputs} | {o for n in nodes for o in n.outs}
             layouts = {n: lay for n, lay in segment.layouts.items() if n in present}
@@ -343,8 +343,8 @@ class _Copies:
 
 def _moved(node: Node, names: Mapping[str, str], label: str) -> Node:
     """A node of a segment as one of main, where its values have other names."""
-    made = substitute(node, lambda name: Ref(names[name]))
-    return replace(made, outs=tuple(names[o] for o in node.outs), origin=Origin(label))
+    new = substitute(node, lambda name: Ref(names[name]))
+    return replace(new, outs=tuple(names[o] for o in node.outs), origin=Origin(label))
 
 
 # -- gradients -----------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class _Waiting:
         cut = {name: self._cut(name) for name in self.lowered.segments}
         if not any(left for _, left in cut.values()):
             raise CannotRefineError("no layer reduces a gradient over these levels")
-        segments = {name: found[0] for name, found in cut.items()}
+        segments = {name: result[0] for name, result in cut.items()}
         items: list[Instruction] = []
         parts: list[StagePart] = []
         late: dict[int, list[Instruction]] = {}
@@ -435,9 +435,9 @@ class _Waiting:
             names = {inner: self._fresh(f"{call.outs[k]}_inner"), output: call.outs[k]}
             outs[k] = names[inner]
             for node in steps:
-                made = node.outs[0]
-                if made not in names:
-                    names[made] = self._fresh(f"{call.outs[k]}_{node.args[1]}")
+                new = node.outs[0]
+                if new not in names:
+                    names[new] = self._fresh(f"{call.outs[k]}_{node.args[1]}")
             for value, name in names.items():
                 self.values[name] = PlacedValue(types[value], segment.layouts[value])
             late += [_moved(node, names, call.label) for node in steps]
@@ -448,7 +448,7 @@ class _Waiting:
 
     def _together(self, late: Collection[Instruction]) -> list[Instruction]:
         """Reductions over one axis in large messages, the inner axes first."""
-        made: list[Instruction] = []
+        new: list[Instruction] = []
         for axis in reversed(self.axes):
             waiting: dict[str, _Bucket] = {}
             for node in late:
@@ -460,9 +460,9 @@ class _Waiting:
                 bucket.moves += transfers_of(node) or ()
                 bucket.nbytes += type_.nbytes
                 if bucket.nbytes >= BUCKET_BYTES:
-                    made.append(self._message(axis, waiting.pop(type_.dtype)))
-            made += [self._message(axis, bucket) for bucket in waiting.values()]
-        return made
+                    new.append(self._message(axis, waiting.pop(type_.dtype)))
+            new += [self._message(axis, bucket) for bucket in waiting.values()]
+        return new
 
     def _message(self, axis: str, bucket: _Bucket) -> Node:
         types = [self.values[t.out].type for t in bucket.moves]

@@ -212,8 +212,8 @@ class _Inserter:
         ]
         for value, use in self._keeps(name):
             outputs.append(emitter.get(value, use, Origin(), False))
-        made = Graph(name, graph.inputs, _needed(emitter.nodes, outputs), tuple(outputs))
-        return LoweredSegment(made, emitter.layouts, why)
+        new = Graph(name, graph.inputs, _needed(emitter.nodes, outputs), tuple(outputs))
+        return LoweredSegment(new, emitter.layouts, why)
 
     def _bring(
         self, emitter: ReshardEmitter, name: str, value: str, wanted: Layout, origin: Origin, backward: bool
@@ -235,8 +235,8 @@ class _Inserter:
         """
         if self.backward[name]:
             return []
-        found = [(v, self._kept_uses((name, v))) for v, _ in self.folded.segments[name].inputs]
-        return [(v, next(iter(uses))) for v, uses in found if len(uses) == 1]
+        result = [(v, self._kept_uses((name, v))) for v, _ in self.folded.segments[name].inputs]
+        return [(v, next(iter(uses))) for v, uses in result if len(uses) == 1]
 
     def _kept_uses(self, target: Place) -> set[Layout]:
         """The layouts in which parameters are kept of which this input is the first forward use."""
@@ -289,12 +289,12 @@ class _Inserter:
 
     def _results(self, emitter: ReshardEmitter, backward: bool) -> dict[int, str]:
         """Number of a result of a phase -> its value, in the layout that it leaves in."""
-        found = {}
+        results = {}
         for number, result in enumerate(self.folded.joint.results):
             if (result.kind in ("grad", "input_grad")) is backward:
                 stored = self._stored(result.target) if result.kind == "grad" else self.plan.results[number]
-                found[number] = emitter.get(result.value, stored, Origin(), backward)
-        return found
+                results[number] = emitter.get(result.value, stored, Origin(), backward)
+        return results
 
     def _keep_apart(self, emitter: ReshardEmitter, call: Call) -> None:
         """Gather in main what a forward call's segment cannot keep alike for all its calls."""

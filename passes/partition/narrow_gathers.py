@@ -38,18 +38,18 @@ class _Cast:
 
 def _segment(segment: LoweredSegment, sizes: Sequence[int]) -> LoweredSegment:
     graph = segment.graph
-    found = [c for c in _casts(graph) if _is_local(c, graph.types()[c.source], segment.layouts, sizes)]
-    if not found:
+    result = [c for c in _casts(graph) if _is_local(c, graph.types()[c.source], segment.layouts, sizes)]
+    if not result:
         return segment
     taken, layouts = set(segment.layouts) | set(graph.types()), dict(segment.layouts)
     instead: dict[str, list[Node]] = {}
-    for each in found:
+    for each in result:
         instead |= {n.name: [] for n in (*each.gathers, each.scale, each.cast)}
         instead[each.gathers[0].name] = _narrowed(each, layouts, taken)
     nodes = [new for node in graph.nodes for new in instead.get(node.name, [node])]
-    made = replace(graph, nodes=tuple(nodes))
-    left = {n for n, _ in made.inputs} | {o for n in nodes for o in n.outs}
-    return replace(segment, graph=made, layouts={n: lay for n, lay in layouts.items() if n in left})
+    built = replace(graph, nodes=tuple(nodes))
+    left = {n for n, _ in built.inputs} | {o for n in nodes for o in n.outs}
+    return replace(segment, graph=built, layouts={n: lay for n, lay in layouts.items() if n in left})
 
 
 def _casts(graph: Graph) -> list[_Cast]:
@@ -58,7 +58,7 @@ def _casts(graph: Graph) -> list[_Cast]:
         for name in refs_of(node):
             users.setdefault(name, []).append(node)
     makers = {n.name: n for n in graph.nodes}
-    found: list[_Cast] = []
+    result: list[_Cast] = []
     for node in graph.nodes:
         if node.op != CAST_SCALED:
             continue
@@ -67,14 +67,14 @@ def _casts(graph: Graph) -> list[_Cast]:
             continue
         gathers: list[Node] = []
         wanted = [scale, node]
-        while (made := makers.get(value)) is not None and made.op == ALL_GATHER.op:
+        while (new := makers.get(value)) is not None and new.op == ALL_GATHER.op:
             if value in graph.outputs or users[value] != wanted:
                 break
-            gathers.insert(0, made)
-            value, wanted = made.args[0].name, [made]
+            gathers.insert(0, new)
+            value, wanted = new.args[0].name, [new]
         if gathers:
-            found.append(_Cast(value, tuple(gathers), scale, node))
-    return found
+            result.append(_Cast(value, tuple(gathers), scale, node))
+    return result
 
 
 def _is_local(each: _Cast, type_: TensorType, layouts: Mapping[str, Layout], sizes: Sequence[int]) -> bool:
@@ -110,11 +110,11 @@ def _gathered(
     shard: Node, name: str, gathers: Sequence[Node], layouts: dict[str, Layout], taken: set[str]
 ) -> list[Node]:
     """A shard gathered as what it is made of was, the last one under a name."""
-    found: list[Node] = []
+    result: list[Node] = []
     value = shard.name
     for number, gather in enumerate(gathers, 1):
         out = name if number == len(gathers) else fresh_name(f"{name}_part", taken)
         layouts[out] = layouts[gather.name]
-        found.append(replace(gather, args=(Ref(value), *gather.args[1:]), outs=(out,), types=shard.types))
+        result.append(replace(gather, args=(Ref(value), *gather.args[1:]), outs=(out,), types=shard.types))
         value = out
-    return found
+    return result

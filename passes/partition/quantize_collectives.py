@@ -56,19 +56,19 @@ class Precision:
 
         Raises UsageError for any other word, and for what is said twice.
         """
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for word in filter(None, (w.strip() for w in text.split(","))):
             match = _ALLOWED.match(word)
             bits, what = [g for g in match.groups() if g is not None] if match else ("0", "")
-            if match is None or what in found:
+            if match is None or what in result:
                 raise UsageError(
                     f"{word!r} cannot be allowed" + (" twice" if match else ""),
                     where=f"allow {text!r}",
                     hint="int8-weights or int4-weights, int8-gradients or int4-gradients, int8-activations "
                     "(no kernel makes 4 bits of them), or one of each",
                 )
-            found[what] = int(bits)
-        return cls(**found)
+            result[what] = int(bits)
+        return cls(**result)
 
     def __str__(self) -> str:
         named = (
@@ -117,8 +117,8 @@ def quantise_collectives(lowered: Lowered, sent: Sent, mesh: MeshShape, how: Qua
             return "weights"
         if reduced.are_scattered(node, inside):
             return "gradients"
-        found = activations is not None and activations.are_gathered(node, inside)
-        return "activations" if found else None
+        result = activations is not None and activations.are_gathered(node, inside)
+        return "activations" if result else None
 
     segments: dict[str, LoweredSegment] = {}
     for name, segment in lowered.segments.items():
@@ -126,15 +126,15 @@ def quantise_collectives(lowered: Lowered, sent: Sent, mesh: MeshShape, how: Qua
         values = {n: PlacedValue(t, segment.layouts[n]) for n, t in types.items()}
         uses = Counter(r for n in segment.graph.nodes for r in refs_of(n)) + Counter(segment.graph.outputs)
         kinds = {n.name: k for n in segment.graph.nodes if (k := kind(n, name)) is not None}
-        found = chosen.among([n for n in segment.graph.nodes if n.name in kinds], kinds, uses, values)
-        made = replaced_in(segment, found.nodes)
-        segments[name] = replace(made, why={**segment.why, **found.why})
+        result = chosen.among([n for n in segment.graph.nodes if n.name in kinds], kinds, uses, values)
+        new = replaced_in(segment, result.nodes)
+        segments[name] = replace(new, why={**segment.why, **result.why})
     uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
     nodes_of_main = [i for i in lowered.main if isinstance(i, Node)]
     kinds = {n.name: k for n in nodes_of_main if (k := kind(n, "")) is not None}
     own = [n for n in nodes_of_main if n.name in kinds]
-    found = chosen.among(own, kinds, uses + Counter(lowered.results), lowered.values)
-    return replace(replaced_in_main(lowered, found.nodes), segments=segments)
+    result = chosen.among(own, kinds, uses + Counter(lowered.results), lowered.values)
+    return replace(replaced_in_main(lowered, result.nodes), segments=segments)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Chosen:
 
         Gathers of the same tensors over one axis after the other are one: rounded once, and unpacked once.
         """
-        found = _Found({}, {})
+        result = _Found({}, {})
         gathered = {o for n in nodes if exact_transfer(n) == "all_gather" for o in n.outs}
         for chain in _chains(nodes, uses):
             kind = kinds[chain[0].name]
@@ -170,16 +170,16 @@ class _Chosen:
                 continue  # rounded already, in other groups
             apart = [[n] for n in chain] if len(chain) > 1 and kind != "activations" else []
             for links in (chain, *apart):
-                if links[-1].name in found.nodes:
+                if links[-1].name in result.nodes:
                     continue
-                made, reason = self._of(links, kind, values)
-                if made is not None:
-                    found.nodes.update((n.name, None) for n in links[:-1])
-                    found.nodes[links[-1].name] = made
-                    found.why[made.name] = reason
+                new, reason = self._of(links, kind, values)
+                if new is not None:
+                    result.nodes.update((n.name, None) for n in links[:-1])
+                    result.nodes[links[-1].name] = new
+                    result.why[new.name] = reason
                     if links is chain:
                         break
-        return found
+        return result
 
     def _of(
         self, chain: list[Node], kind: Kind, values: Mapping[str, PlacedValue]
@@ -205,15 +205,15 @@ class _Chosen:
             return None, ""
         over = axes if len(axes) > 1 else axes[0]
         args = (tuple(map(Ref, sources)), over, wheres_of(first), bits, group)
-        made = replace(last, op=(ALL_GATHER_Q if gathers else REDUCE_SCATTER_Q).op, args=args, kwargs=())
+        new = replace(last, op=(ALL_GATHER_Q if gathers else REDUCE_SCATTER_Q).op, args=args, kwargs=())
         reason = (
             f"int{allowed} {kind}: {fewer * 1e6:.0f} us, exact {exact * 1e6:.0f} us; "
             f"{volume:.2g} x less to send"
         )
-        return made, reason
+        return new, reason
 
     def _row_group(self, chain: list[Node], parts: list[PlacedValue]) -> int:
-        """The most elements that may share a scale such that rows are whole groups, 0 if there are none, or
+        """The most elements that may share a scale such that rows are full groups, 0 if there are none, or
         if ranks hold shards of unlike sizes."""
         rows = [rows_of_rank(p, self.mesh) for p in parts]
         uneven = any(where[2:] != (1, None) for node in chain for where in wheres_of(node))
@@ -263,23 +263,23 @@ def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]
         if first is not None and all(uses[o] == 1 for o in first.outs):
             follows[first.name] = node
     later = {n.name for n in follows.values()}
-    found: list[list[Node]] = []
+    result: list[list[Node]] = []
     for node in nodes:
         if node.name not in later:
             chain = [node]
             while chain[-1].name in follows:
                 chain.append(follows[chain[-1].name])
-            found.append(chain)
-    return found
+            result.append(chain)
+    return result
 
 
 def _calls_of(lowered: Lowered) -> dict[str, list[Call]]:
     """The calls of every segment."""
-    found: dict[str, list[Call]] = {name: [] for name in lowered.segments}
+    result: dict[str, list[Call]] = {name: [] for name in lowered.segments}
     for item in lowered.main:
         if isinstance(item, Call):
-            found[item.segment].append(item)
-    return found
+            result[item.segment].append(item)
+    return result
 
 
 class Weights:
@@ -293,7 +293,7 @@ class Weights:
         main = self.inside[""] = set(params)
         calls_of = _calls_of(lowered)
         while True:
-            before = {name: len(found) for name, found in self.inside.items()}
+            before = {name: len(result) for name, result in self.inside.items()}
             for name, segment in lowered.segments.items():
                 calls = calls_of[name]
                 for k, (inner, _) in enumerate(segment.graph.inputs):
@@ -306,14 +306,14 @@ class Weights:
                     given = lowered.segments[item.segment].graph.outputs
                     own = self.inside[item.segment]
                     main.update(out for out, inner in zip(item.outs, given, strict=True) if inner in own)
-            if before == {name: len(found) for name, found in self.inside.items()}:
+            if before == {name: len(result) for name, result in self.inside.items()}:
                 break
 
     @staticmethod
-    def _gathered(nodes: Collection[Node], found: set[str]) -> None:
+    def _gathered(nodes: Collection[Node], result: set[str]) -> None:
         for node in nodes:
             if transfer_of(node) == "all_gather":
-                found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
+                result.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in result)
 
     def are_gathered(self, node: Node, inside: str) -> bool:
         """Whether a node gathers parameters and nothing else."""
@@ -350,14 +350,14 @@ class Gradients:
         for node in nodes:
             for name in refs_of(node):
                 uses.setdefault(name, []).append(node)
-        found = set(ends)
+        result = set(ends)
         for node in reversed(list(nodes)):
             reduces = exact_transfer(node) in ("reduce_scatter", "all_reduce")
             if reduces and node.kwarg("op", "sum") == "sum":
                 for out, source in zip(node.outs, refs_of(node), strict=True):
-                    if out in found and len(uses[source]) == 1:
-                        found.add(source)
-        return found
+                    if out in result and len(uses[source]) == 1:
+                        result.add(source)
+        return result
 
     def are_scattered(self, node: Node, inside: str) -> bool:
         """Whether a node scatters sums of gradients and nothing else."""

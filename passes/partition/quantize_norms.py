@@ -36,8 +36,8 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
         norm = _norm_before(gather, index)
         if norm is None:
             continue
-        made = WIRED[norm.op]
-        place, _ = NORMS[made]
+        new = WIRED[norm.op]
+        place, _ = NORMS[new]
         rows = norm.outs[place]
         placed, group = PlacedValue(index.types[rows], layouts[rows]), gather.args[4]
         wire, shape = wire_of(placed, group, mesh), rows_of_rank(placed, mesh)
@@ -46,7 +46,7 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
         name = free_name(f"{rows}_wire", layouts)
         outs, types = list(norm.outs), list(norm.types)
         outs[place], types[place] = name, wire.type
-        fused = replace(norm, op=made, args=(*norm.args, group), outs=tuple(outs), types=tuple(types))
+        fused = replace(norm, op=new, args=(*norm.args, group), outs=tuple(outs), types=tuple(types))
         args = (Ref(name), gather.args[1], gather.args[2][0], group, shape, Dtype(placed.type.dtype))
         changed[norm.name] = fused
         changed[gather.name] = replace(gather, op=ALL_GATHER_WIRE.op, args=args)

@@ -81,20 +81,20 @@ def ring_products(
 def _grads(lowered: Lowered, gradients: Collection[str]) -> dict[str, frozenset[str]]:
     """Segment -> its values that are gradients of parameters, before views, collectives and sums of them."""
     known = set(gradients)
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for item in reversed(lowered.main):
         if isinstance(item, Node):
             if not known.isdisjoint(item.outs):
                 known.update(refs_of(item))
             continue
         graph = lowered.segments[item.segment].graph
-        own = found.setdefault(item.segment, set())
+        own = result.setdefault(item.segment, set())
         own |= {inner for o, inner in zip(item.outs, graph.outputs, strict=True) if o in known}
         for node in reversed(graph.nodes):
             if (node.op in _LIGHT or node.op == REDUCE_SCATTER.op) and not own.isdisjoint(node.outs):
                 own.update(refs_of(node))
         known |= {arg for (n, _), arg in zip(graph.inputs, item.args, strict=True) if n in own}
-    return {name: frozenset(own) for name, own in found.items()}
+    return {name: frozenset(own) for name, own in result.items()}
 
 
 # -- one segment -------------------------------------------------------------------------------------------
@@ -120,13 +120,13 @@ class _Segment:
         before = self._seconds(segment) if places else 0.0
         for options in places:
             left = [ring for ring in options if gone.isdisjoint(ring.gone)]
-            made = {ring: _with(segment, ring) for ring in left}
-            took = {ring: self._seconds(made[ring]) for ring in left}
+            new = {ring: _with(segment, ring) for ring in left}
+            took = {ring: self._seconds(new[ring]) for ring in left}
             best = min(left, key=took.__getitem__, default=None)
             if best is not None and took[best] < before * (1 - _WORTH):
                 node = best.node
-                why = {**made[best].why, node.name: _note(node, before, took[best])}
-                segment = replace(made[best], why=why)
+                why = {**new[best].why, node.name: _note(node, before, took[best])}
+                segment = replace(new[best], why=why)
                 gone |= best.gone
                 before = took[best]
         return segment
@@ -261,11 +261,11 @@ def _with(segment: LoweredSegment, ring: _Found) -> LoweredSegment:
     used = Counter(r for n in nodes for r in refs_of(n)) + Counter(graph.outputs)
     nodes = [n for n in nodes if n.op not in RESHAPES or used[n.name]]
     nodes = _sorted(nodes)
-    made = Graph(graph.name, graph.inputs, tuple(nodes), graph.outputs)
-    known = made.types()
+    new = Graph(graph.name, graph.inputs, tuple(nodes), graph.outputs)
+    known = new.types()
     layouts = {n: lay for n, lay in segment.layouts.items() if n in known}
     why = {n: text for n, text in segment.why.items() if n in known}
-    return replace(segment, graph=made, layouts=layouts, why=why)
+    return replace(segment, graph=new, layouts=layouts, why=why)
 
 
 def _sorted(nodes: Sequence[Node]) -> list[Node]:
@@ -273,8 +273,8 @@ def _sorted(nodes: Sequence[Node]) -> list[Node]:
     makers: Mapping[str, int] = {out: k for k, node in enumerate(nodes) for out in node.outs}
     needs = [{makers[r] for r in refs_of(node) if r in makers} for node in nodes]
     users: list[list[int]] = [[] for _ in nodes]
-    for k, found in enumerate(needs):
-        for need in found:
+    for k, result in enumerate(needs):
+        for need in result:
             users[need].append(k)
     left = [len(n) for n in needs]
     ready = [k for k, n in enumerate(left) if not n]

@@ -46,7 +46,7 @@ class Origins:
 
 
 def _moved(node: Node) -> list[tuple[str, str]]:
-    """(source, out) for a collective that only changes layouts; a partial sum stands for the whole sum."""
+    """(source, out) for a collective that only changes layouts; a partial sum stands for the full sum."""
     ring = ring_of(node) if is_ring(node) else None
     if ring is not None and ring.gathers:
         return [(ring.moved, node.outs[0])]
@@ -55,7 +55,7 @@ def _moved(node: Node) -> list[tuple[str, str]]:
 
 def _roots(graph: Graph) -> dict[str, str]:
     """Value -> the one that it is in another layout."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for node in graph.nodes:
-        found.update((out, found.get(source, source)) for source, out in _moved(node))
-    return found
+        result.update((out, result.get(source, source)) for source, out in _moved(node))
+    return result

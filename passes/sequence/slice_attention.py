@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def _seen(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     """Keys or values up to a slice."""
     if value in to.of.again:
-        # what backward makes again of a slice comes too late for the slices behind it
+        # what backward recomputes of a slice comes too late for the slices behind it
         inner, value = to.inner(inner, "_kept"), to.of.again[value]
     if number == 0:
         return to.piece(inner, value, POSITIONS, 0)
@@ -32,10 +32,10 @@ def _seen(to: SliceEmitter, inner: str, value: str, number: int) -> str:
 
 def _up_to(to: SliceEmitter, value: str, number: int) -> PlacedValue:
     """What the slices of a value up to one are."""
-    whole, one = to.of.values[value], to.of.sliced(value, POSITIONS)
+    full, one = to.of.values[value], to.of.sliced(value, POSITIONS)
     shape = list(one.type.shape)
     shape[POSITIONS.dim] *= number + 1
-    return PlacedValue(TensorType(tuple(shape), whole.type.dtype), one.layout)
+    return PlacedValue(TensorType(tuple(shape), full.type.dtype), one.layout)
 
 
 def _mask(to: SliceEmitter, inner: str, value: str, number: int) -> str:
@@ -48,8 +48,8 @@ def _mask(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     rows = to.piece(inner, value, Shard(dim), number)
     what = to.of.sliced(value, Shard(dim))
     seen = what.type.shape[-2] * (number + 1)
-    made = PlacedValue(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
-    return to.added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), made, end)
+    new = PlacedValue(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
+    return to.added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), new, end)
 
 
 def _mask_of_keys(to: SliceEmitter, inner: str, value: str, number: int) -> str:
@@ -57,14 +57,14 @@ def _mask_of_keys(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     if number == to.of.slices - 1:
         return to.whole(inner, value)
     end = f"_to{number}"
-    name, whole = to.inner(inner, end), to.of.values[value]
+    name, full = to.inner(inner, end), to.of.values[value]
     if name in to.group.made:
         return name
-    *rest, length = whole.type.shape
+    *rest, length = full.type.shape
     seen = length // to.of.slices * (number + 1)
-    made = PlacedValue(TensorType((*rest, seen), whole.type.dtype), whole.layout)
+    new = PlacedValue(TensorType((*rest, seen), full.type.dtype), full.layout)
     args = (Ref(to.whole(inner, value)), len(rest), 0, seen)
-    return to.added(inner, value, "aten.slice.Tensor", args, made, end)
+    return to.added(inner, value, "aten.slice.Tensor", args, new, end)
 
 
 def _hidden(to: SliceEmitter, masks: list[tuple[str, str]], number: int) -> Arg:

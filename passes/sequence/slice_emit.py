@@ -14,7 +14,7 @@ from autoshard.ir.statements import Statement
 from autoshard.passes.partition.insert_collectives import collective_node
 from autoshard.passes.sequence.slice_attention import attend, attend_backward
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS, SlicedStatement
-from autoshard.passes.sequence.slice_values import cut, join, sliced_value, total, whole_along
+from autoshard.passes.sequence.slice_values import cut, full_along, join, sliced_value, total
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import LocalCall, MeshShape
 
@@ -65,7 +65,7 @@ class SliceContext:
 
     values: what every value of the undivided program is. of: its placement on the axis of slices, if it is
     divided. summed: gradients of which every slice makes a term under their own name. moved: value -> what a
-    rank has cut it out of, for an axis of the mesh. again: value that backward makes again -> the value of
+    rank has cut it out of, for an axis of the mesh. again: value that backward recomputes -> the value of
     forward. outer: names in main. cut, calls: slices of values, and of calls of a node, of all layers
     alike; named: of values by name.
     """
@@ -146,24 +146,24 @@ class SliceEmitter:
         if inner in self.group.made or placed == R or value in self.have:
             return self.given(inner, value, self.of.values[value])
         parts = [self.own(inner, value, k) for k in range(self.of.slices)]
-        made = self.of.values[value]
+        new = self.of.values[value]
 
         def add(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
             return self.added(inner, value, op, args, what, f"_whole{end}" if end else "")
 
         self.have.add(value)
         if not isinstance(placed, Shard):
-            return total(parts, made, add)
-        have, bare = self.of.sliced(value, placed), whole_along(made, placed)
-        if bare == made:
-            return join(parts, have, placed, made, add)
+            return total(parts, new, add)
+        have, bare = self.of.sliced(value, placed), full_along(new, placed)
+        if bare == new:
+            return join(parts, have, placed, new, add)
         part = self.of.sliced_as(bare, placed, value)
         gathered = [self._move(p, have, part, inner, value, f"_all{k}") for k, p in enumerate(parts)]
 
         def beside(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
             return self.added(inner, value, op, args, what, f"_whole{end}_all")
 
-        return self._move(join(gathered, part, placed, bare, beside), bare, made, inner, value, "")
+        return self._move(join(gathered, part, placed, bare, beside), bare, new, inner, value, "")
 
     def own(self, inner: str, value: str, number: int) -> str:
         """Slice ``number`` of a value that is made slice by slice."""
@@ -184,21 +184,21 @@ class SliceEmitter:
         name = self.inner(inner, end)
         if name in self.group.made:
             return name
-        have, made = self.of.values[value], self.of.sliced(value, placed)
-        bare = whole_along(have, placed)
+        have, new = self.of.values[value], self.of.sliced(value, placed)
+        bare = full_along(have, placed)
         if bare != have and value in self.of.moved:
             source = self.of.moved[value]
             part = self.piece(self.inner(inner, "_before"), source, placed, number)
-            return self._move(part, self.of.sliced(source, placed), made, inner, value, end)
+            return self._move(part, self.of.sliced(source, placed), new, inner, value, end)
         deep = "" if bare == have else "_all"
 
         def add(op: str, args: tuple[Arg, ...], what: PlacedValue, part: str) -> str:
             return self.added(inner, value, op, args, what, end + part + deep)
 
-        whole = self._move(self.whole(inner, value), have, bare, inner, value, f"_d{placed.dim}_all")
+        full = self._move(self.whole(inner, value), have, bare, inner, value, f"_d{placed.dim}_all")
         as_cut = self.of.sliced_as(bare, placed, value)
-        part = cut(whole, bare, placed, number, as_cut, self.of.slices, add)
-        return self._move(part, as_cut, made, inner, value, end)
+        part = cut(full, bare, placed, number, as_cut, self.of.slices, add)
+        return self._move(part, as_cut, new, inner, value, end)
 
     def _move(self, name: str, have: PlacedValue, want: PlacedValue, inner: str, value: str, end: str) -> str:
         """Bring a value into another layout: what is divided over axes together, then what is whole apart."""
@@ -315,14 +315,14 @@ class SliceEmitter:
     def _collective(self, way: SlicedStatement) -> Node:
         """A collective of a slice: it counts other blocks and sizes."""
         node, kind = self.node, COLLECTIVES[self.node.op].transfer
-        (inner,), (source,), (made,) = refs_of(node), self.statement.uses, self.statement.makes
+        (inner,), (source,), (new,) = refs_of(node), self.statement.uses, self.statement.makes
         if kind == "all_reduce":
             return node
-        before, after = self.of.sliced(source, way.inputs[0]), self.of.sliced(made, way.inputs[0])
+        before, after = self.of.sliced(source, way.inputs[0]), self.of.sliced(new, way.inputs[0])
         axis = self.of.mesh.names.index(node.args[1])
         layouts = (before.layout, after.layout)
         return collective_node(
-            self.of.mesh, kind, axis, inner, after.type, layouts, made, node.origin, node.backward
+            self.of.mesh, kind, axis, inner, after.type, layouts, new, node.origin, node.backward
         )
 
 

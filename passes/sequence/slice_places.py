@@ -96,7 +96,7 @@ def sequence_ports(joint: Joint, slices: int) -> tuple[Port, ...]:
 class _Finder:
     """Places values in the order in which they are made.
 
-    labels: values of the inputs alone, which are whole, but say where the sequence is. late: whole values
+    labels: values of the inputs alone, which are whole, but say where the sequence is. late: full values
     that are there with the last slice of their half only -> whether that is backward. cause: of those, the op
     that needed all slices.
     """
@@ -164,18 +164,18 @@ class _Finder:
         return R if placed == P and statement.backward and value in self.forward else placed
 
     def _whole(self, statement: Statement, *, late: bool = False) -> SlicedStatement:
-        """Run once, on whole values; late: with the last slice in any case.
+        """Run once, on full values; late: with the last slice in any case.
 
         Raises UsageError for a product in forward that would have to wait for the last slice.
         """
-        whole: tuple[Placement | None, ...] = tuple(None if t is None else R for t in statement.node.types)
+        full: tuple[Placement | None, ...] = tuple(None if t is None else R for t in statement.node.types)
         late = late or any(
             self._at(v, statement) == P or self.late.get(v) == statement.backward for v in statement.uses
         )
         rule = self._rule(statement) if late and not statement.backward else None
         if rule is not None and rule.kind == "matmul":
             raise self._refused(self._cause(statement))
-        return SlicedStatement((R,) * len(statement.uses), whole, False, late)
+        return SlicedStatement((R,) * len(statement.uses), full, False, late)
 
     def _moved(self, statement: Statement, have: Sequence[Placement]) -> SlicedStatement:
         """A collective over another axis: of every slice, or of what is whole."""
@@ -213,10 +213,10 @@ class _Finder:
         rule = self._rule(statement)
         if rule is None:
             return None
-        found = digit_of(rule.inputs[number], rule.sizes, placed, self.slices)
-        if found is None:
+        result = digit_of(rule.inputs[number], rule.sizes, placed, self.slices)
+        if result is None:
             return None
-        factor, digit = found
+        factor, digit = result
         if factor not in rule.shardable() or (factor in rule.contiguous and digit[0] > 1):
             return None
         ins = [self._type(v) for v in statement.uses]
@@ -228,7 +228,7 @@ class _Finder:
         return SlicedStatement(state.inputs, state.outputs, True)
 
     def _fits(self, statement: Statement, have: Sequence[Placement], way: SlicedStatement) -> bool:
-        """Whether what is there can be had as wanted: whole values can be cut, nothing else be joined."""
+        """Whether what is there can be had as wanted: full values can be cut, nothing else be joined."""
         for value, placed, wanted in zip(statement.uses, have, way.inputs, strict=True):
             if placed != wanted and placed != R:
                 return False
@@ -264,8 +264,8 @@ class _Finder:
             placed = self.labels.get(value)
             way = self._split(statement, number, placed) if isinstance(placed, Shard) else None
             if way is not None:
-                made = zip(statement.makes, way.outputs, strict=True)
-                self.labels.update((v, p) for v, p in made if isinstance(p, Shard))
+                new = zip(statement.makes, way.outputs, strict=True)
+                self.labels.update((v, p) for v, p in new if isinstance(p, Shard))
                 return
 
     def check_results(self) -> None:

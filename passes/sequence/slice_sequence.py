@@ -60,13 +60,13 @@ class _Slicer:
         outer = Namer({*self.whole.values, *(o for i in lowered.main for o in i.outs)})
         moved = {s.makes[0]: s.uses[0] for s in self.whole.all if s.node.op == SLICE.op}
         forward = {v for s in self.whole.all if not s.backward for v in s.makes}
-        again = {
+        repeated = {
             v: f
             for v, f in firsts_of(self.whole).items()
             if v not in forward and f in forward and places.of.get(f) == places.of.get(v)
         }
         self.setting = SliceContext(
-            slices, self.whole.values, places.of, summed, moved, again, rules, mesh, outer
+            slices, self.whole.values, places.of, summed, moved, repeated, rules, mesh, outer
         )
         self.inner = {name: Namer(set(s.graph.types())) for name, s in lowered.segments.items()}
         self.groups: list[PartStatements] = []
@@ -115,19 +115,19 @@ class _Slicer:
     # -- the new program ---------------------------------------------------------------------------------
 
     def _built(self) -> Lowered:
-        made = _Made(self.lowered, _only_wanted(self.groups, set(self.whole.results)))
+        new = _Made(self.lowered, _only_wanted(self.groups, set(self.whole.results)))
         of_part: dict[int, list[PartStatements]] = {}
         for group in self.groups:
             of_part.setdefault(group.part, []).append(group)
         pieces = [
-            (part, [i for group in of_part.get(at, []) for i in made.instructions(group)])
+            (part, [i for group in of_part.get(at, []) for i in new.instructions(group)])
             for at, part in enumerate(self.parts)
         ]
         # what the program is given, and results that are among it
         inside = {v for s in self.whole.all for v in s.makes}
         ports = {n: self.whole.values[n] for n in self.lowered.values if n not in inside}
-        values = {**ports, **made.values}
-        built = replace(self.lowered, segments=made.segments, values=values, results=self.whole.results)
+        values = {**ports, **new.values}
+        built = replace(self.lowered, segments=new.segments, values=values, results=self.whole.results)
         return with_parts(built, pieces)
 
 
@@ -141,12 +141,12 @@ def _summed(whole: Statements, grads: set[str]) -> frozenset[str]:
     for statement in whole.all:
         for value in statement.uses:
             users.setdefault(value, set()).add(statement.makes)
-    found = {v for v in grads if v not in users}
+    result = {v for v in grads if v not in users}
     for statement in whole.all:
-        last = statement.node.op == ALL_REDUCE.op and statement.makes[0] in found
+        last = statement.node.op == ALL_REDUCE.op and statement.makes[0] in result
         if last and len(users[statement.uses[0]]) == 1:
-            found.add(statement.uses[0])
-    return frozenset(found)
+            result.add(statement.uses[0])
+    return frozenset(result)
 
 
 def _only_wanted(groups: Sequence[PartStatements], results: set[str]) -> set[str]:

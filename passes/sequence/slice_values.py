@@ -1,4 +1,4 @@
-"""Cutting whole values into slices of the sequence, and joining slices again, as ops of a program.
+"""Cutting full values into slices of the sequence, and joining slices again, as ops of a program.
 
 A dim that is divided is seen as (outer, middle, inner) and the middle is cut (`autoshard/ir/placement.py`).
 Types are global with respect to the mesh; layouts say what a rank holds, and change with what is cut.
@@ -67,7 +67,7 @@ def _inside(p: Placement, placed: Shard, type_: TensorType, slices: int) -> Plac
     return p if p.outer == placed.outer and middle % slices == 0 else None
 
 
-def whole_along(value: PlacedValue, placed: Shard) -> PlacedValue:
+def full_along(value: PlacedValue, placed: Shard) -> PlacedValue:
     """The value as every rank can cut it: whole on those axes of the mesh that divide the sequence itself."""
     middle = value.type.shape[placed.dim] // placed.outer
 
@@ -83,7 +83,7 @@ def whole_along(value: PlacedValue, placed: Shard) -> PlacedValue:
 def cut(
     value: str, have: PlacedValue, placed: Shard, number: int, made: PlacedValue, slices: int, add: Add
 ) -> str:
-    """Slice ``number`` of a whole value. have, made: what it is and what a slice of it is."""
+    """Slice ``number`` of a full value. have, made: what it is and what a slice of it is."""
     size = have.type.shape[placed.dim] // placed.outer // slices
     span = (number * size, (number + 1) * size)
     if placed.outer == 1:
@@ -98,12 +98,12 @@ def join(values: Sequence[str], have: PlacedValue, placed: Shard, made: PlacedVa
     """The whole of all slices, in order. have, made: what a slice is and what the whole is."""
     if placed.outer == 1:
         return add("aten.cat.default", (tuple(Ref(v) for v in values), placed.dim), made, "")
-    apart, whole = _apart(have, placed), _apart(made, placed)
+    apart, full = _apart(have, placed), _apart(made, placed)
     wide = [
         add("aten.reshape.default", (Ref(v), apart.type.shape), apart, f"_apart{k}")
         for k, v in enumerate(values)
     ]
-    joined = add("aten.cat.default", (tuple(map(Ref, wide)), placed.dim + 1), whole, "_joined")
+    joined = add("aten.cat.default", (tuple(map(Ref, wide)), placed.dim + 1), full, "_joined")
     return add("aten.reshape.default", (Ref(joined), made.type.shape), made, "")
 
 

@@ -129,16 +129,16 @@ class Activations:
 
 
 def _follow(node: Node, known: dict[str, _From]) -> bool:
-    found = reduce(or_, (known.get(r, _From.NOTHING) for r in refs_of(node)), _From.NOTHING)
-    return _learn(known, dict.fromkeys(node.outs, found))
+    result = reduce(or_, (known.get(r, _From.NOTHING) for r in refs_of(node)), _From.NOTHING)
+    return _learn(known, dict.fromkeys(node.outs, result))
 
 
 def _learn(known: dict[str, _From], more: dict[str, _From]) -> bool:
     """Add what values depend on; whether anything of it is new."""
     changed = False
-    for name, found in more.items():
+    for name, result in more.items():
         before = known.get(name)
-        after = found if before is None else before | found
+        after = result if before is None else before | result
         if after != before:
             known[name] = after
             changed = True

@@ -55,15 +55,15 @@ class _Told(MaskReader):
     def attended(self, number: int) -> dict[str, _Attended]:
         """Attention (the name of its node) of a call -> what may take the place of its mask."""
         graph = self.folded.segments[self.folded.calls[number].segment]
-        found = {}
+        result = {}
         for node in graph.nodes:
             place = ATTENTION.get(node.op)
             mask = None if place is None else node.args[place]
             if place is not None and isinstance(mask, Ref) and not node.args[place + 1]:
                 how = self._told(number, self.place(number, mask.name))
                 if how is not None:
-                    found[node.name] = how
-        return found
+                    result[node.name] = how
+        return result
 
     def _told(self, number: int, mask: Place) -> _Attended | None:
         shape, band = self.type_of(mask).shape, self.band(mask)
@@ -127,10 +127,10 @@ class _Writer:
                 name = self._named(segment, kind) if shared.count(segment) > 1 else segment
                 self._write(segment, name, numbers)
         used = {c.segment for c in self.calls}
-        made = Folded(
+        new = Folded(
             {s: g for s, g in self.segments.items() if s in used}, tuple(self.calls), self.folded.joint
         )
-        return _without_unused(made)
+        return _without_unused(new)
 
     def _kind(self, number: int) -> _Kind:
         """What calls of a segment must share to remain one."""

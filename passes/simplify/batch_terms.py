@@ -1,4 +1,4 @@
-"""What of a model adds up over the microbatches of a step, so that their losses make that of the whole batch.
+"""What of a model adds up over the microbatches of a step, so that their losses make that of the full batch.
 
 Microbatches are one more way to split the batch, and every value is, over them, one of these:
 
@@ -7,12 +7,12 @@ Microbatches are one more way to split the batch, and every value is, over them,
 - *rows*: the numbers of a microbatch's samples, 0, 1, ..., by which its own samples are looked up;
 - *part*: a sum over the batch, of which every microbatch has one term;
 - *own*: what is no sum (the square of one, statistics of a batch norm): every microbatch has one of its own,
-  as if its samples were all, and what depends on it is not quite what the whole batch would give.
+  as if its samples were all, and what depends on it is not quite what the full batch would give.
 
-A step adds up the losses of its microbatches, and their gradients. For that to be the whole batch's,
+A step adds up the losses of its microbatches, and their gradients. For that to be the full batch's,
 
 - a divisor that only depends on inputs (how many labels count) must be that of all microbatches: a *total*;
-- a number that Python took from the batch (what a mean divides by) must be that of the whole batch;
+- a number that Python took from the batch (what a mean divides by) must be that of the full batch;
 - what is the same in every microbatch (a penalty on weights), or its own, is divided by their number before
   it is added to parts, and
 - a part that is taken as if it were the sum, in something that is not linear in it, is multiplied by it.

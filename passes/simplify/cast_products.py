@@ -213,17 +213,17 @@ class _Casting:
                 return (element, gradient) if k == 0 else (gradient, element)
         if not node.backward or not self.products.format.weight_gradient:
             return None
-        made = first_type(node).shape
+        new = first_type(node).shape
         for weight, others in self.forward.items():
             shape = self.types[weight].shape
             for k in range(2):
-                if roots[k] in others and made in (shape, shape[::-1]) and roots[1 - k] not in others:
+                if roots[k] in others and new in (shape, shape[::-1]) and roots[1 - k] not in others:
                     self._check_tokens(node)
                     return (element, gradient) if k == 0 else (gradient, element)
         return None
 
     def _check_tokens(self, node: Node) -> None:
-        """UsageError for a sum over tokens that are no whole blocks: of some batches they would be."""
+        """UsageError for a sum over tokens that are no full blocks: of some batches they would be."""
         tokens, block = self.types[self._operands(node)[0]].shape[1], self.products.format.block
         if block and tokens % block:
             raise UsageError(

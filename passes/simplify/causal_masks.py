@@ -125,5 +125,5 @@ def evaluated(node: Node, given: Iterator[torch.Tensor]) -> torch.Tensor:
             return [value(a) for a in arg]
         return arg
 
-    made: torch.Tensor = op(*map(value, node.args), **{k: value(v) for k, v in node.kwargs})
-    return made
+    new: torch.Tensor = op(*map(value, node.args), **{k: value(v) for k, v in node.kwargs})
+    return new

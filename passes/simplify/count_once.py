@@ -25,36 +25,36 @@ def count_once(lowered: Lowered, ports: Collection[str]) -> Lowered:
     """
     if not totals_in(lowered.segments):
         return lowered
-    whole = statements_of(lowered)
-    of_part = by_part(whole)
-    maker = {v: s for s in whole.all for v in s.makes}
-    totals = {v for s in whole.all if s.node.op == TOTAL for v in s.makes}
+    full = statements_of(lowered)
+    of_part = by_part(full)
+    maker = {v: s for s in full.all for v in s.makes}
+    totals = {v for s in full.all if s.node.op == TOTAL for v in s.makes}
     pieces: list[tuple[StagePart, Sequence[Statement]]] = []
     inside: set[int] = set()
-    values = dict(whole.values)
+    values = dict(full.values)
     for part in lowered.parts:
         if part.phase != "forward":
             continue
         own = {v for p in lowered.parts if p.stage == part.stage for s in of_part[p] for v in s.uses}
         wanted = own & totals
-        chosen = producers_of(whole.all, wanted)
-        made = {v for s in chosen for v in s.makes}
-        for value in {v for s in chosen for v in s.uses} - made - set(ports):
+        chosen = producers_of(full.all, wanted)
+        new = {v for s in chosen for v in s.makes}
+        for value in {v for s in chosen for v in s.uses} - new - set(ports):
             raise UsageError(
                 f"how much a microbatch counts depends on {value}, which is no input",
                 where=str(maker.get(value)),
             )
         inside.update(id(s) for s in chosen)
         # other values of the part are no totals: they get names of their own
-        names = {v: f"{v}_counted" for v in made - totals}
-        values |= {n: whole.values[v] for v, n in names.items() if v in whole.values}
+        names = {v: f"{v}_counted" for v in new - totals}
+        values |= {n: full.values[v] for v, n in names.items() if v in full.values}
         copies = [_renamed(s, names) for s in chosen]
         pieces.append((replace(part, phase="count"), copies))
-    whole = replace(whole, values=values)
-    left = {p: [s for s in found if s.node.op != TOTAL] for p, found in of_part.items()}
-    kept = _used([s for found in left.values() for s in found], set(whole.results), inside)
-    rest = [(p, [s for s in found if id(s) in kept]) for p, found in left.items()]
-    return regrouped(whole, [*pieces, *rest])
+    full = replace(full, values=values)
+    left = {p: [s for s in result if s.node.op != TOTAL] for p, result in of_part.items()}
+    kept = _used([s for result in left.values() for s in result], set(full.results), inside)
+    rest = [(p, [s for s in result if id(s) in kept]) for p, result in left.items()]
+    return regrouped(full, [*pieces, *rest])
 
 
 def _renamed(statement: Statement, names: dict[str, str]) -> Statement:

@@ -29,8 +29,8 @@ def _graph(graph: Graph) -> Graph:
     nodes: list[Node] = []
     for node in graph.nodes:
         rewrite = REWRITES.get(node.op)
-        made = rewrite(node, types, lambda: next(fresh_names)) if rewrite else None
-        nodes.extend([node] if made is None else made)
+        new = rewrite(node, types, lambda: next(fresh_names)) if rewrite else None
+        nodes.extend([node] if new is None else new)
     return replace(graph, nodes=tuple(nodes))
 
 

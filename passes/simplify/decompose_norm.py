@@ -1,7 +1,7 @@
 """Batch norm in training, and vector norms, as sums over what may be split.
 
 The statistics of a batch are sums over it, which shards add up: the batch stays split, and outputs,
-gradients and running statistics are those of the whole batch.
+gradients and running statistics are those of the full batch.
 """
 
 from __future__ import annotations

@@ -113,14 +113,14 @@ def _canonical(run: _Run, users: set[str]) -> tuple[tuple[str, ...], tuple[str, 
     number: dict[str, int] = {}
     inputs: list[str] = []
     outputs: list[str] = []
-    made: set[str] = {out for node in run.nodes for out in node.outs}
+    new: set[str] = {out for node in run.nodes for out in node.outs}
     base = min((int(n.args[SITE_ARG]) for n in run.nodes if n.op == DROPOUT), default=0)
     body: list[Hashable] = [run.backward]
 
     def canon(name: str) -> Hashable:
         if name not in number:
             number[name] = len(number)
-            if name not in made:
+            if name not in new:
                 inputs.append(name)
         return ("ref", number[name])
 

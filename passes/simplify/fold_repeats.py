@@ -3,7 +3,7 @@
 Written out, every layer of a deep model would be cut and compared anew, to be found the same. Of layers that
 follow each other in the same way (`passes.stages.layer_runs`) a few are written out and folded; the calls of
 the others are those with other names. This is checked on two of those that are there: where one does not turn
-into the other by renaming, the whole model is written out.
+into the other by renaming, the full model is written out.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def fold_repeats(joint: Joint) -> Folded:
     if stretches and len(labels) == len(calls):
         short = flat(_without_middle(joint, calls, stretches))
         try:
-            whole = _Lengthening(joint, calls, wiring, short)
+            full = _Lengthening(joint, calls, wiring, short)
             for stretch in stretches:
-                whole.lengthen(stretch)
+                full.lengthen(stretch)
         except _NotAlike:
             return _told(fold(flat(joint)), joint)
-        return whole.folded()
+        return full.folded()
     return _told(fold(flat(joint)), joint)
 
 
@@ -102,10 +102,10 @@ class _Renaming:
             return self.ports[name]
         if name in self.outer:
             return name
-        found = _NAME.fullmatch(name)
-        if found is None:
+        result = _NAME.fullmatch(name)
+        if result is None:
             return name
-        base, call, copy = found.groups()
+        base, call, copy = result.groups()
         return f"{base}{behind(self.calls.get(int(call), int(call)))}{copy or ''}"
 
     def names(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -190,15 +190,15 @@ class _Lengthening:
         for place, call in enumerate(self.calls):
             if call.backward == backward:
                 first.setdefault(call.label, place)
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for unit in (0, 1, 2, stretch.units - 1):
             places = [first[label] for k in stretch.unit(unit) if (label := self.labels[k]) in first]
             if places:
-                found[unit] = min(places)
-        order = sorted(found.values(), reverse=backward)
-        if (found or not backward) and (len(found) != _HEAD + 1 or order != list(found.values())):
+                result[unit] = min(places)
+        order = sorted(result.values(), reverse=backward)
+        if (result or not backward) and (len(result) != _HEAD + 1 or order != list(result.values())):
             raise _NotAlike
-        return found
+        return result
 
     def _renaming(self, stretch: Stretch, units: Mapping[int, int]) -> _Renaming:
         calls: dict[int, int] = {}

@@ -26,7 +26,7 @@ _FLOATS = ("f64", "f32", "f16", "bf16")
 _CAST = "aten._to_copy.default"
 _EITHER = ("aten.bitwise_or.Tensor", "aten.logical_or.default")
 _NOT = ("aten.bitwise_not.default", "aten.logical_not.default")
-#: comparison -> (first minus second at least, at most), of whole numbers
+#: comparison -> (first minus second at least, at most), of integers
 _COMPARED = {"le": (None, 0), "lt": (None, -1), "ge": (0, None), "gt": (1, None)}
 _OPPOSITE = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le", "eq": "ne", "ne": "eq"}
 
@@ -212,8 +212,8 @@ class MaskReader:
         if node.op in (*_SAME, *_VIEWS, _CAST):
             value = self._filled(self._uses(place, node)[0])
             return None if value is None else _as(value, self.type_of(place))
-        found = node.args[_MADE_OF[node.op]] if node.op in _MADE_OF else None
-        return _as(found, self.type_of(place)) if isinstance(found, int | float) else None
+        result = node.args[_MADE_OF[node.op]] if node.op in _MADE_OF else None
+        return _as(result, self.type_of(place)) if isinstance(result, int | float) else None
 
     def _triangle(self, place: Place) -> tuple[Node, float] | None:
         """What makes a triangle of one number, and the number; all other elements are zero."""
@@ -224,9 +224,9 @@ class MaskReader:
         if source is None:
             return None
         if node.op in (*_SAME, *_VIEWS, _CAST):
-            found = self._triangle(source)
+            result = self._triangle(source)
             same = self.type_of(source).shape[-2:] == self.type_of(place).shape[-2:]
-            return (found[0], _as(found[1], self.type_of(place))) if found and same else None
+            return (result[0], _as(result[1], self.type_of(place))) if result and same else None
         value = self._filled(source) if node.op in _TRIANGLES else None
         return None if value is None else (node, value)
 

@@ -72,15 +72,15 @@ def _feeds(joint: Joint, names: Mapping[str, str]) -> Iterator[tuple[int, Port, 
 
 def _casts_of(graph: Graph, names: set[str]) -> dict[str, set[str]]:
     """Value -> the float types that it is cast to, `_OTHER` among them for any other use."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for node in graph.nodes:
         if node.op in (REPEAT, REPEAT_BACKWARD):
             continue
         for name in names.intersection(refs_of(node)):
-            found.setdefault(name, set()).add(_cast_to(node))
+            result.setdefault(name, set()).add(_cast_to(node))
     for name in names.intersection(graph.outputs):
-        found.setdefault(name, set()).add(_OTHER)
-    return found
+        result.setdefault(name, set()).add(_OTHER)
+    return result
 
 
 def _cast_to(node: Node) -> str:

@@ -31,25 +31,25 @@ def simplify(graph: Graph) -> Graph:
     """Drop no-ops, merge view chains and equal calls, remove what nothing uses."""
     types: dict[str, TensorType | None] = dict(graph.inputs)
     same: dict[str, str] = {}
-    made: dict[str, Node] = {}
+    new: dict[str, Node] = {}
     seen: dict[Hashable, Node] = {}
     kept: list[Node] = []
     for original in graph.nodes:
         node = substitute(original, lambda name: Ref(same.get(name, name)))
         for out, type_ in zip(node.outs, node.types, strict=True):
             types[out] = type_
-        target = _identity(node, types, made)
+        target = _identity(node, types, new)
         if target is not None:
             same[node.name] = target
             continue
-        node = _merge_views(node, made)
+        node = _merge_views(node, new)
         key = (node.op, node.args, node.kwargs, _typed(node))
         if key in seen and node.op not in RANDOM:
             same.update(zip(node.outs, seen[key].outs, strict=True))
             continue
         seen[key] = node
         for out in node.outs:
-            made[out] = node
+            new[out] = node
         kept.append(node)
     outputs = tuple(same.get(o, o) for o in graph.outputs)
     return without_dead(Graph(graph.name, graph.inputs, tuple(kept), outputs))

@@ -1,4 +1,4 @@
-"""Make the terms of every microbatch those of the whole batch: see `batch_terms`.
+"""Make the terms of every microbatch those of the full batch: see `batch_terms`.
 
 ``microbatches`` is a total of ones: in a step it is how many there are, and 1 where the program is called by
 itself. So one program serves both.
@@ -50,14 +50,14 @@ class _Scaler:
             main = self._divided_tangent(main)
         # what divides a result of forward stands behind backward here
         halves = [i for i in main if not i.backward], [i for i in main if i.backward]
-        made = replace(
+        new = replace(
             self.lowered,
             segments=self.segments,
             main=(*halves[0], *halves[1]),
             values=self.values,
             results=tuple(results),
         )
-        return with_parts(made, zip(made.parts, halves, strict=True)) if made.parts else made
+        return with_parts(new, zip(new.parts, halves, strict=True)) if new.parts else new
 
     # -- main --------------------------------------------------------------------------------------
 
@@ -79,15 +79,15 @@ class _Scaler:
 
     def _divided_tangent(self, main: list[Instruction]) -> list[Instruction]:
         tangent = self.terms.tangent
-        made: list[Instruction] = []
-        out = self._divided_in_main(tangent, made, True)
+        new: list[Instruction] = []
+        out = self._divided_in_main(tangent, new, True)
 
         def renamed(item: Instruction) -> Instruction:
             if isinstance(item, Call):
                 return replace(item, args=tuple(out if a == tangent else a for a in item.args))
             return substitute(item, lambda name: Ref(out if name == tangent else name))
 
-        return [*(i for i in main if not i.backward), *made, *(renamed(i) for i in main if i.backward)]
+        return [*(i for i in main if not i.backward), *new, *(renamed(i) for i in main if i.backward)]
 
     # -- segments ----------------------------------------------------------------------------------
 
@@ -108,9 +108,9 @@ class _Scaler:
             nodes += [replace(n, backward=backward) for n in _counting(count, taken)]
             layouts.update((n.name, self.whole) for n in nodes)
 
-        def add(made: list[Node], like: Node, layout: Layout) -> None:
-            nodes.extend(replace(n, origin=like.origin, backward=like.backward) for n in made)
-            layouts.update((n.name, layout) for n in made)
+        def add(new: list[Node], like: Node, layout: Layout) -> None:
+            nodes.extend(replace(n, origin=like.origin, backward=like.backward) for n in new)
+            layouts.update((n.name, layout) for n in new)
 
         for node in graph.nodes:
             for place, ref in enumerate(list(refs_of(node))):
@@ -149,7 +149,7 @@ def _counting(name: str, taken: set[str]) -> list[Node]:
 
 def _divided(value: str, out: str, type_: TensorType, count: str, power: int, taken: set[str]) -> list[Node]:
     """``out = value / count ** power``, in the type of the value."""
-    made: list[Node] = []
+    new: list[Node] = []
     op = "aten.div.Tensor" if power > 0 else "aten.mul.Tensor"
     # two numbers without dims would be one of the wider type
     cast = not type_.shape and type_.dtype in ("bf16", "f16")
@@ -157,12 +157,12 @@ def _divided(value: str, out: str, type_: TensorType, count: str, power: int, ta
     for k in range(abs(power)):
         last = k == abs(power) - 1 and not cast
         name = out if last else fresh_name(f"{out}_wide", taken)
-        made.append(Node(op, (Ref(value), Ref(count)), (), (name,), (wide,)))
+        new.append(Node(op, (Ref(value), Ref(count)), (), (name,), (wide,)))
         value = name
     if cast:
         kwargs = (("dtype", Dtype(type_.dtype)),)
-        made.append(Node("aten._to_copy.default", (Ref(value),), kwargs, (out,), (type_,)))
-    return made
+        new.append(Node("aten._to_copy.default", (Ref(value),), kwargs, (out,), (type_,)))
+    return new
 
 
 def totals_in(segments: Mapping[str, LoweredSegment]) -> bool:

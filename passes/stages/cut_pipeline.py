@@ -70,8 +70,8 @@ class _Rebuilding:
         users = Counter(v for need in needs for v in need)
         pieces: dict[tuple[int, bool], list[Instruction]] = {}
         for stage, statements in enumerate(chosen):
-            made = {v for s in statements for v in s.makes}
-            elsewhere = {v for v in made if v in wanted or users.get(v, 0) > (v in needs[stage])}
+            new = {v for s in statements for v in s.makes}
+            elsewhere = {v for v in new if v in wanted or users.get(v, 0) > (v in needs[stage])}
             items = taker.take(statements, elsewhere)
             for backward in (False, True):
                 pieces[stage, backward] = [i for i in items if i.backward == backward]
@@ -89,10 +89,10 @@ class _Rebuilding:
     @cached_property
     def of_stage(self) -> Mapping[int | None, Sequence[int]]:
         """Stage -> the places of its statements, last first; None -> of those that any stage may make."""
-        found: dict[int | None, list[int]] = {}
+        result: dict[int | None, list[int]] = {}
         for place in range(len(self.whole.all) - 1, -1, -1):
-            found.setdefault(self.at[place], []).append(place)
-        return found
+            result.setdefault(self.at[place], []).append(place)
+        return result
 
     def _chosen(self, stage: int, sums: Mapping[str, Sum]) -> list[Statement]:
         """The statements of a stage in order, with those that it makes for itself."""
@@ -110,7 +110,7 @@ class _Rebuilding:
                 continue
             before = place
             statement, at = self.whole.all[place], self.at[place]
-            # what backward makes again may be used in other stages only, which have it from forward
+            # what backward recomputes may be used in other stages only, which have it from forward
             optional = at is not None and statement.backward and self.places.makes_again(statement)
             if optional and needed.isdisjoint(statement.makes):
                 continue
@@ -118,8 +118,8 @@ class _Rebuilding:
                 uses = tuple([self._at_hand(v, stage) for v in statement.uses])
                 statement = statement._replace(uses=uses)
             picked.append(statement)
-            for found in self._anywhere(statement.uses, place):
-                heappush(left, -found)
+            for result in self._anywhere(statement.uses, place):
+                heappush(left, -result)
             needed.update(statement.uses)
         picked.reverse()
         return picked
@@ -142,13 +142,13 @@ class _Rebuilding:
     @cached_property
     def results_of(self) -> Mapping[int, set[str]]:
         """Stage -> the results that any stage could make and this one does."""
-        found: dict[int, set[str]] = {}
+        result: dict[int, set[str]] = {}
         for value in self.whole.results:
             place = self.uncut.maker.get(value)
             if place is not None and self.at[place] is None:
                 stage = self.places.position.get(place, max(self.places.owners.get(value, (0,))))
-                found.setdefault(stage, set()).add(value)
-        return found
+                result.setdefault(stage, set()).add(value)
+        return result
 
 
 def _renamed(items: list[Instruction], names: Mapping[str, str]) -> list[Instruction]:

@@ -28,20 +28,20 @@ def owners_of(uncut: Unpartitioned, joint: Joint, stages_of: Mapping[str, Collec
 
     stages_of: parameter -> the stages that use it; one that nothing uses is in the first stage.
     """
-    whole = uncut.whole
+    full = uncut.whole
     gradients = _gradients(uncut, joint, stages_of)
     wanted: dict[str, set[frozenset[int]]] = {}
     for _, value, stages in gradients:
         wanted.setdefault(value, set()).add(stages)
-    main, results, values = list(whole.lowered.main), list(whole.results), whole.values
+    main, results, values = list(full.lowered.main), list(full.results), full.values
     owners: dict[str, frozenset[int]] = {}
     added: list[Statement] = []
     copied: dict[str, PlacedValue] = {}
     taken: set[str] = set()
     for k, value, stages in gradients:
-        again = value in taken
+        repeated = value in taken
         taken.add(value)
-        if value in uncut.users or len(wanted[value]) > 1 or again:
+        if value in uncut.users or len(wanted[value]) > 1 or repeated:
             name, type_ = f"{value}_own{k}", values[value].type
             origin = _origin(uncut, value)
             node = Node("aten.clone.default", (Ref(value),), (), (name,), (type_,), origin, True)
@@ -51,14 +51,14 @@ def owners_of(uncut: Unpartitioned, joint: Joint, stages_of: Mapping[str, Collec
             results[k] = value = name
         owners[value] = stages
     if added:
-        whole = replace(
-            whole,
-            lowered=replace(whole.lowered, main=tuple(main), values={**whole.lowered.values, **copied}),
-            all=(*whole.all, *added),
+        full = replace(
+            full,
+            lowered=replace(full.lowered, main=tuple(main), values={**full.lowered.values, **copied}),
+            all=(*full.all, *added),
             results=tuple(results),
             values={**values, **copied},
         )
-        uncut = uncut.with_whole(whole)
+        uncut = uncut.with_whole(full)
     return Owned(uncut, owners)
 
 
@@ -104,17 +104,17 @@ def makers_of(owned: Owned) -> dict[int, frozenset[int]]:
     What merely reshapes, reduces or adds up gradients hands this on to the ops before.
     """
     uncut, statements = owned.uncut, owned.uncut.whole.all
-    found: dict[int, frozenset[int]] = {}
+    result: dict[int, frozenset[int]] = {}
     for value, stages in owned.owners.items():
         left = [value]
         while left:
             place = uncut.maker.get(left.pop(), -1)
             if place < 0 or not statements[place].backward:
                 continue
-            found[place] = stages
+            result[place] = stages
             uses = statements[place].uses
             if len(uses) != 1 and statements[place].node.op != "aten.add.Tensor":
                 continue
             if all(len(uncut.users[u]) == 1 for u in uses):
                 left += uses
-    return found
+    return result

@@ -45,7 +45,7 @@ class SumItems:
 def sums_of(places: StagePlaces, joint: Joint) -> GradientSums:
     """The gradients that several stages add to."""
     uncut = places.uncut
-    found: dict[int, dict[str, Sum]] = {}
+    outcome: dict[int, dict[str, Sum]] = {}
     replaced: set[int] = set()
     results = set(uncut.whole.results)
     for result, value in zip(joint.results, uncut.whole.results, strict=True):
@@ -60,9 +60,9 @@ def sums_of(places: StagePlaces, joint: Joint) -> GradientSums:
             continue
         for stage in stages:
             own = tuple(term for term in terms if _where(places, term, home) == stage)
-            found.setdefault(stage, {})[value] = Sum(own, tuple(reversed(tail)), at)
+            outcome.setdefault(stage, {})[value] = Sum(own, tuple(reversed(tail)), at)
         replaced.update(tail, dropped)
-    return GradientSums(found, frozenset(replaced))
+    return GradientSums(outcome, frozenset(replaced))
 
 
 def linear_source(uncut: Unpartitioned, result: str, results: Collection[str]) -> str:
@@ -84,27 +84,27 @@ def _through(uncut: Unpartitioned, result: str, results: Collection[str]) -> tup
 
 def sum_items(uncut: Unpartitioned, sums: Mapping[str, Sum], values: dict[str, PlacedValue]) -> SumItems:
     """The additions and collectives that make a stage's own parts; what they make is added to the values."""
-    whole = uncut.whole
+    full = uncut.whole
     items: list[Instruction] = []
     renamed: dict[str, str] = {}
-    for result, made in sums.items():
-        at = made.terms[0]
-        for number, term in enumerate(made.terms[1:]):
-            last = number == len(made.terms) - 2
-            out = made.name if last else f"{made.name}_sum{number}"
-            values[out] = whole.values[made.name]
-            node = whole.all[uncut.maker[made.name]].node if made.name in uncut.maker else None
-            types = (whole.values[made.name].type,)
-            origin = node.origin if node is not None else whole.all[0].node.origin
+    for result, new in sums.items():
+        at = new.terms[0]
+        for number, term in enumerate(new.terms[1:]):
+            last = number == len(new.terms) - 2
+            out = new.name if last else f"{new.name}_sum{number}"
+            values[out] = full.values[new.name]
+            node = full.all[uncut.maker[new.name]].node if new.name in uncut.maker else None
+            types = (full.values[new.name].type,)
+            origin = node.origin if node is not None else full.all[0].node.origin
             items.append(Node("aten.add.Tensor", (Ref(at), Ref(term)), (), (out,), types, origin, True))
             at = out
-        if len(made.terms) == 1 and not made.tail:
+        if len(new.terms) == 1 and not new.tail:
             renamed[at] = result
-            values[result] = whole.values[at]
-        for place in made.tail:
-            node = whole.all[place].node
-            outs = whole.all[place].makes
-            values.update({o: whole.values[o] for o in outs})
+            values[result] = full.values[at]
+        for place in new.tail:
+            node = full.all[place].node
+            outs = full.all[place].makes
+            values.update({o: full.values[o] for o in outs})
             items.append(replace(node, args=(Ref(at), *node.args[1:]), outs=outs, backward=True))
             at = outs[0]
     return SumItems(items, renamed)

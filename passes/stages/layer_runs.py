@@ -78,14 +78,14 @@ class Wiring:
         """Of at least so many units, none in another."""
         start, end = 0, len(self.calls)
         while start < end:
-            found = next(
+            result = next(
                 (s for size in range(1, _LONGEST + 1) if (s := self._from(start, size)).units >= least), None
             )
-            if found is None:
+            if result is None:
                 start += 1
             else:
-                yield found
-                start += found.size * found.units
+                yield result
+                start += result.size * result.units
 
     def own(self, call: int) -> list[str]:
         """Ports that only this call uses, in the order of what its layer is fed."""

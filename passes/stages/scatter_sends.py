@@ -22,7 +22,7 @@ Saving = Callable[[float, int], float]
 
 
 def scatter_sends(lowered: Lowered, ports: Collection[str], mesh: MeshShape, saving: Saving) -> Lowered:
-    """The program with whole copies cut before they are sent, and gathered behind.
+    """The program with full copies cut before they are sent, and gathered behind.
 
     ports: values that every rank has from the start.
     """
@@ -60,11 +60,11 @@ def _split(placed: PlacedValue, mesh: MeshShape, saving: Saving) -> tuple[int, i
     """(axis, dim) by which a value is best sent in parts; None to send it as it is."""
     nbytes = float(held_bytes(placed.type, placed.layout, mesh.sizes))
     taken = {p.dim for p in placed.layout if isinstance(p, Shard)}
-    found: list[tuple[float, int, int]] = []
+    result: list[tuple[float, int, int]] = []
     for axis, (p, size) in enumerate(zip(placed.layout, mesh.sizes, strict=True)):
         dims = [d for d, n in enumerate(placed.type.shape) if d not in taken and n and n % size == 0]
         if p == R and size > 1 and dims:
             saved = saving(nbytes, axis)
             if saved > 0:
-                found.append((-saved, axis, dims[0]))
-    return min(found)[1:] if found else None
+                result.append((-saved, axis, dims[0]))
+    return min(result)[1:] if result else None

@@ -15,8 +15,8 @@ from autoshard.ir.statements import Statement, by_part, producers_of, regrouped,
 
 def split_backward(lowered: Lowered) -> Lowered:
     """The program with a part ``weight`` for every stage, behind its backward."""
-    whole = statements_of(lowered)
-    of_part = by_part(whole)
+    full = statements_of(lowered)
+    of_part = by_part(full)
     # value -> the stages that use it
     users: dict[str, set[int]] = {}
     for part, statements in of_part.items():
@@ -32,4 +32,4 @@ def split_backward(lowered: Lowered) -> Lowered:
         chosen = {id(s) for s in first}
         pieces.append((part, first))
         pieces.append((replace(part, phase="weight"), [s for s in statements if id(s) not in chosen]))
-    return regrouped(whole, pieces)
+    return regrouped(full, pieces)

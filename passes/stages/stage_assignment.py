@@ -4,7 +4,7 @@ Forward ops go to stages by where they stand. An op of backward goes where what 
 down, so it is never above a stage whose gradient it takes, and below that where the values that forward left
 are at hand; but never below every stage of a parameter whose gradient still depends on it. What only depends
 on the inputs of the model (positions, masks) every stage that uses it makes for itself, since every stage has
-the inputs. What backward computes again is computed in the stage that made it in forward; other stages take
+the inputs. What backward recomputes is computed in the stage that made it in forward; other stages take
 what they were sent then.
 """
 
@@ -51,7 +51,7 @@ class StagePlaces:
     uncut_ends: frozenset[int]
 
     def makes_again(self, statement: Statement) -> bool:
-        """Whether backward makes again what a single stage made in forward."""
+        """Whether backward recomputes what a single stage made in forward."""
         return _makes_again(statement, self.uncut.repeats, self.made_in)
 
 
@@ -62,10 +62,10 @@ def stage_places(uncut: Unpartitioned, joint: Joint, ends: Sequence[int]) -> Sta
     or no stage of a parameter has what its gradient is made of.
     """
     deciding = _Deciding(uncut, joint, len(ends) + 1)
-    found = deciding.places(ends)
+    result = deciding.places(ends)
     deciding.check_gradients()
     deciding.check_buffers()
-    return found
+    return result
 
 
 def places_apart(uncut: Unpartitioned, joint: Joint) -> StagePlaces:
@@ -128,10 +128,10 @@ class _Deciding:
             while stage < len(ends) and place >= ends[stage]:
                 stage += 1
             self.position[place] = stage
-            if place in updates and (made := self.made_in.get(statement.uses[0])) is not None:
+            if place in updates and (new := self.made_in.get(statement.uses[0])) is not None:
                 # behind all layers, but a buffer is updated where its new value is made
-                self.position[place] = made
-                self._put(place, statement, made)
+                self.position[place] = new
+                self._put(place, statement, new)
                 continue
             if self._derives(place, statement):
                 continue
@@ -146,16 +146,16 @@ class _Deciding:
         """Places of collectives that only bring the new value of a buffer into the layout of the buffer."""
         ends = zip(self.joint.results, self.whole.results, strict=True)
         left = [value for result, value in ends if result.kind == "buffer"]
-        found: set[int] = set()
+        results: set[int] = set()
         while left:
             value = left.pop()
             place = self.maker.get(value)
             if place is None or not is_collective(self.whole.all[place].node):
                 continue
-            if found.issuperset(self.users.get(value, ())):
-                found.add(place)
+            if results.issuperset(self.users.get(value, ())):
+                results.add(place)
                 left.append(self.whole.all[place].uses[0])
-        return found
+        return results
 
     def _find_stages(self, value: str) -> None:
         """The stages of what is derived: those that have all it is made from."""
@@ -163,7 +163,7 @@ class _Deciding:
         self.stages_of[value] = set.intersection(*have) or set.union(*have)
 
     def _derives(self, place: int, statement: Statement) -> bool:
-        """Whether an op makes again, for nothing, what a stage has: a view, or something of parameters alone.
+        """Whether an op recomputes, for nothing, what a stage has: a view, or something of parameters alone.
 
         Such an op runs in every stage that uses what it makes, and counts as a use of what it is made from.
         """
@@ -274,8 +274,8 @@ class _Deciding:
         all of them are above, that is noted in ``late``.
         """
         statement = self.whole.all[place]
-        made = [self.made_in.get(v) for v in statement.uses if v not in self.stages_of]
-        stage = min((m for m in made if m is not None), default=self.count - 1)
+        new = [self.made_in.get(v) for v in statement.uses if v not in self.stages_of]
+        stage = min((m for m in new if m is not None), default=self.count - 1)
         forward = [self.stages_of[v] for v in statement.uses if v in self.stages_of]
         if owners is not None:
             open_ = [s for s in owners if s <= stage]
@@ -325,7 +325,7 @@ class _Deciding:
     def _readers(self, buffers: Iterable[str]) -> dict[str, set[int]]:
         """Buffer -> the stages that use it, also through what every stage makes of it for itself."""
         made_of = {name: frozenset((name,)) for name in buffers}
-        found: dict[str, set[int]] = {name: set() for name in made_of}
+        result: dict[str, set[int]] = {name: set() for name in made_of}
         for place, statement in enumerate(self.whole.all):
             read = frozenset(b for v in statement.uses for b in made_of.get(v, ()))
             stage = self.at[place]
@@ -333,8 +333,8 @@ class _Deciding:
                 made_of.update(dict.fromkeys(statement.makes, read))
                 continue
             for name in read:
-                found[name].add(stage)
-        return found
+                result[name].add(stage)
+        return result
 
     def _home(self, value: str) -> int:
         """The stage of a result of forward."""

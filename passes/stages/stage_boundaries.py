@@ -51,11 +51,11 @@ def stays(whole: Statements, mesh: MeshShape) -> list[bool]:
 
 def _places(whole: Statements) -> dict[int, range]:
     """Number of an instruction of main -> the places of its statements, which stand together."""
-    found: dict[int, range] = {}
+    result: dict[int, range] = {}
     for place, statement in enumerate(whole.all):
-        start = found[statement.item].start if statement.item in found else place
-        found[statement.item] = range(start, place + 1)
-    return found
+        start = result[statement.item].start if statement.item in result else place
+        result[statement.item] = range(start, place + 1)
+    return result
 
 
 def _after(whole: Statements, places: range, cut: Cut) -> int:
@@ -82,13 +82,13 @@ def _cheapest(whole: Statements, end: int, crossing: Sequence[int]) -> int:
 
 
 def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
-    """Bytes per rank that a stage that ends before a place sends on; whole copies travel in parts."""
-    made: dict[str, int] = {}
+    """Bytes per rank that a stage that ends before a place sends on; full copies travel in parts."""
+    new: dict[str, int] = {}
     last: dict[str, int] = {}
     for place, statement in enumerate(whole.all):
         if not statement.backward:
-            last.update(dict.fromkeys((v for v in statement.uses if v in made), place))
-            made.update(dict.fromkeys(statement.makes, place))
+            last.update(dict.fromkeys((v for v in statement.uses if v in new), place))
+            new.update(dict.fromkeys(statement.makes, place))
     steps = [0] * (len(whole.all) + 2)
     #: by identity: the values of alike layers have one type and layout between them
     sizes: dict[int, int] = {}
@@ -97,7 +97,7 @@ def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
         size = sizes.get(id(placed))
         if size is None:
             size = sizes[id(placed)] = _sent(placed, mesh)
-        steps[made[value] + 1] += size
+        steps[new[value] + 1] += size
         steps[end + 1] -= size
     return list(accumulate(steps))
 

@@ -32,7 +32,7 @@ class Gap:
     """Layers that were left out, by the labels of calls.
 
     like: the layers right before, each block of which is as those left out are. behind: as many right after
-    them. end: the layer after those, "" if there is none. left_out: in order, some whole blocks.
+    them. end: the layer after those, "" if there is none. left_out: in order, some full blocks.
     """
 
     like: tuple[str, ...]
@@ -106,21 +106,21 @@ class _Layers:
                 users.setdefault(value, set()).add(-1 if layer is None else layer)
         self.users = users
         self.results = {r.value: r for r in folded.joint.results}
-        #: identities of the calls that backward computes again
+        #: identities of the calls that backward recomputes
         self.again = self._run_again()
 
     def gaps(self) -> list[tuple[int, int, int]]:
         """(first layer left out, how many, of how many a block is)."""
         looks = self._looks()
-        found: list[tuple[int, int, int]] = []
+        result: list[tuple[int, int, int]] = []
         at = 0
         while at < len(looks):
             turn, end = self._run(looks, at)
             blocks = (end - at) // turn - 2
             if blocks >= _WORTH:
-                found.append((at + turn, blocks * turn, turn))
+                result.append((at + turn, blocks * turn, turn))
             at = end
-        return found
+        return result
 
     @staticmethod
     def _run(looks: Sequence[_Look], at: int) -> tuple[int, int]:
@@ -143,12 +143,12 @@ class _Layers:
 
     def _run_again(self) -> set[int]:
         left = {name: choice.calls for name, choice in self.recompute.items()}
-        found: set[int] = set()
+        result: set[int] = set()
         for call in self.folded.calls:
             if not call.backward and left.get(call.segment, 0) > 0:
                 left[call.segment] -= 1
-                found.add(id(call))
-        return found
+                result.add(id(call))
+        return result
 
     def _look(self, layer: int, call: Call, again: bool) -> _Look:
         taken = tuple(self._taken(layer, value) for value in call.args)
@@ -157,9 +157,9 @@ class _Layers:
 
     def _taken(self, layer: int, value: str) -> Hashable:
         """Where a layer has a value from, as another layer would say it."""
-        made = self.maker.get(value)
-        if made is not None and not self.is_shared(value):
-            return "made", layer - made[0], made[1:]
+        new = self.maker.get(value)
+        if new is not None and not self.is_shared(value):
+            return "made", layer - new[0], new[1:]
         place = self.flow.class_of.get(value)
         if place is not None and self.users[value] == {layer}:
             return "own", place
@@ -239,13 +239,13 @@ class _Shortening:
         known = {p.name for p in folded.joint.ports}
         ordered: list[Call] = []
         for call in folded.calls:
-            made = left.pop(id(call) if id(call) in left else stands.get(id(call), 0), None)
-            if made is None:
+            new = left.pop(id(call) if id(call) in left else stands.get(id(call), 0), None)
+            if new is None:
                 continue
-            if not known.issuperset(made.args):
+            if not known.issuperset(new.args):
                 return None
-            known.update(made.outs)
-            ordered.append(made)
+            known.update(new.outs)
+            ordered.append(new)
         return ordered
 
     def _maker(self, value: str) -> Call:
@@ -254,11 +254,11 @@ class _Shortening:
 
     def _instead(self, layer: int | None, value: str) -> str | None:
         """The value that stands for one that a layer takes, None if nothing does."""
-        made = self.layers.maker.get(value)
-        if made is None or made[0] not in self.gap_of:
+        new = self.layers.maker.get(value)
+        if new is None or new[0] not in self.gap_of:
             return value
-        first, count, turn = self.gap_of[made[0]]
-        maker = made[0]
+        first, count, turn = self.gap_of[new[0]]
+        maker = new[0]
         if layer is None or self.layers.is_shared(value):
             return None
         if layer >= first + count and maker >= first + count - turn:
@@ -267,7 +267,7 @@ class _Shortening:
             maker += count
         else:
             return None
-        return self.layers.calls[maker][made[1]].outs[made[2]]
+        return self.layers.calls[maker][new[1]].outs[new[2]]
 
     def _recompute(self) -> dict[str, Recompute]:
         """The same calls of those that are left."""

@@ -25,8 +25,8 @@ class Unpartitioned:
     @staticmethod
     def of(lowered: Lowered) -> Unpartitioned:
         """Of a program that `pipeline.place` made."""
-        whole = statements_of(lowered)
-        return Unpartitioned(whole, repeats_of(whole), *_index(whole))
+        full = statements_of(lowered)
+        return Unpartitioned(full, repeats_of(full), *_index(full))
 
     def with_whole(self, whole: Statements) -> Unpartitioned:
         """With statements added that repeat nothing."""

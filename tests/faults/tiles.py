@@ -26,7 +26,7 @@ def _fault(program: Program, name: str, number: int, node: Node, tiles: RowTiles
     return Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
 
 
-def whole_input(program: Program) -> Iterator[Fault]:
+def full_input(program: Program) -> Iterator[Fault]:
     """Every tile takes all rows of an input, instead of its own."""
     for name, number, node, tiles in _bodies(program):
         for value, _ in tiles.body.inputs:
@@ -70,7 +70,7 @@ def swapped_inputs(program: Program) -> Iterator[Fault]:
 
 
 KINDS: dict[str, Kind] = {
-    "tiles that take all rows": Kind(whole_input, TILED),
+    "tiles that take all rows": Kind(full_input, TILED),
     "tiles whose rows are added up": Kind(summed_rows, TILED),
     "tiles with another op": Kind(other_op, TILED),
     "tiles with inputs exchanged": Kind(swapped_inputs, TILED),

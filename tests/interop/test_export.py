@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.capture.capture import capture
-from autoshard.cli.export import write_whole
+from autoshard.cli.export import write_atomically
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError, VerificationError
@@ -381,7 +381,7 @@ def test_command(tmp_path: Path) -> None:
 
 def test_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "parallel.py"
-    write_whole(out, "old")
+    write_atomically(out, "old")
 
     def fails(*_: object) -> None:
         raise OSError("disk full")
@@ -389,7 +389,7 @@ def test_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fails)
         with pytest.raises(OSError, match="disk full"):
-            write_whole(out, "new")
+            write_atomically(out, "new")
     assert out.read_text() == "old"
     assert [p.name for p in out.parent.iterdir()] == ["parallel.py"]
 
@@ -428,7 +428,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         if "fsdp" in mesh:
             found = Planned(_recomputing(found), found.analysis, found.cluster)
         file = folder / f"case_{number}{'.py' if format == 'torch' else '.json'}"
-        write_whole(file, exported(found, name, format).text)
+        write_atomically(file, exported(found, name, format).text)
         cases.append({"model": name, "mesh": mesh, "file": str(file)})
     (folder / "cases.json").write_text(json.dumps(cases))
     run_ranks(

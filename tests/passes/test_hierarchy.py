@@ -256,7 +256,7 @@ def test_pipelines(way: str) -> None:
         microbatches=2,
     )
     made = compile_analysed(zero3(wish), hierarchy=way)
-    assert made.whole_mesh == f"pp=2,{NETWORK}=2,{NODE}=2"
+    assert made.full_mesh == f"pp=2,{NETWORK}=2,{NODE}=2"
     outcome = verify(made, model, (), inputs, steps=1)
     assert outcome.ok and outcome.worst().error < 1e-5
 

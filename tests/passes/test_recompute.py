@@ -34,7 +34,7 @@ from autoshard.rules import attention, experts, matmul
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.runtime.executor import RankProgram
-from autoshard.runtime.microbatch import cut, whole_batch
+from autoshard.runtime.microbatch import cut, full_batch
 from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.estimate import Estimator
 from autoshard.verify.lockstep import verify
@@ -458,7 +458,7 @@ def test_batches_of_another_size_are_refused() -> None:
 def test_an_example_of_one_microbatch_is_repeated() -> None:
     made = _in_pieces(4)
     _, inputs = family("llama").make()
-    args, kwargs = whole_batch(made, ((), {k: x[:2] for k, x in inputs.items()}))
+    args, kwargs = full_batch(made, ((), {k: x[:2] for k, x in inputs.items()}))
     assert not args
     assert all(torch.equal(kwargs[k], torch.cat([x[:2]] * 4)) for k, x in inputs.items())
-    assert whole_batch(made, ((), inputs)) == ((), inputs)
+    assert full_batch(made, ((), inputs)) == ((), inputs)

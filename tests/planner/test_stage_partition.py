@@ -42,7 +42,7 @@ def test_a_planned_pipeline_equals_eager(name: str) -> None:
     assert planned.plan.pipeline is not None
     assert planned.plan.pipeline.stages == 2
     program = autoshard.compile(model, planned).program
-    assert program.whole_mesh == "pp=2,dp=2"
+    assert program.full_mesh == "pp=2,dp=2"
     found = verify(program, model, (), batch, steps=2)
     assert found.ok, found.worst()
 

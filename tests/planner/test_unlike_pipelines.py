@@ -23,11 +23,11 @@ from autoshard.cost.stage_machines import (
     across_nodes,
     boundary_links,
     bounding_machine,
+    full_mesh,
     inner_candidates,
     limits,
     pipelines_fit,
     stage_machines,
-    whole_mesh,
 )
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis, analyse
@@ -153,7 +153,7 @@ def test_ranks_across_nodes_are_priced_as_their_program(inner: str, across: bool
     """Of 40 devices, some lie across two nodes of 72."""
     cluster, mesh = load_cluster("b200-nvl72"), Mesh.parse(inner)
     ranks = 1000 // mesh.world_size
-    whole = cost_model(cluster, whole_mesh(mesh, ranks)).reshard.links
+    whole = cost_model(cluster, full_mesh(mesh, ranks)).reshard.links
     assert CostModels(cluster, 1000).of(mesh).reshard.links == whole[1:]
     slower = across_nodes(cluster, mesh, ranks)
     assert slower == (whole[2:] if across else ())

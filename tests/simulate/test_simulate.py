@@ -184,7 +184,7 @@ def test_unfused_attention_writes_its_scores() -> None:
     assert plain[1] == MemoryWork(2 * 2 * 8 * 64 * 32)
     assert [type(w) for w in dropped] == [MatmulWork, MemoryWork, MemoryWork, MatmulWork]
     back = replace(whole, backward=True)
-    again = unfused(back, 2, Behaviour(attention="unfused", attention_again=True))
+    again = unfused(back, 2, Behaviour(attention="unfused", recomputes_scores=True))
     once = unfused(back, 2, Behaviour(attention="unfused"))
     assert again[-len(once) :] == once and len(again) == len(once) + 2
     products = [w for w in once if isinstance(w, MatmulWork)]
@@ -533,7 +533,7 @@ def test_a_layer_that_runs_again_whole_takes_longer(monkeypatch: pytest.MonkeyPa
     chosen = {s: Recompute("full", segments.count(s)) for s in segments}
     program = one_stage("llama-deep", "dp=1", recompute=chosen)
     needed, whole = (
-        estimate_step(program, CPU, behaviour=Behaviour(whole_recompute=w)) for w in (False, True)
+        estimate_step(program, CPU, behaviour=Behaviour(full_recompute=w)) for w in (False, True)
     )
     assert whole.spent.compute > needed.spent.compute
     plain = one_stage("llama-deep", "dp=1")

@@ -179,7 +179,7 @@ def test_the_place_of_pp_in_the_mesh_decides_who_is_near() -> None:
     first = pipeline("llama-deep", 2, "dp=2", "gpipe", 4)
     assert first.stages is not None
     last = replace(first, stages=replace(first.stages, position=1))
-    assert (first.whole_mesh, last.whole_mesh) == ("pp=2,dp=2", "dp=2,pp=2")
+    assert (first.full_mesh, last.full_mesh) == ("pp=2,dp=2", "dp=2,pp=2")
     far, near = (StagePrices(p, paired()) for p in (first, last))
     slow, fast = far.costs.send_forward[0], near.costs.send_forward[0]
     assert slow == pytest.approx(10 * fast)

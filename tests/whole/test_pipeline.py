@@ -149,4 +149,4 @@ def test_the_text_of_a_pipeline_is_read_back(tmp_path: Path) -> None:
     again = load_program(tmp_path / "program")
     assert program_text(again) == program_text(program)
     assert again.stages == program.stages
-    assert again.whole_mesh == "pp=2,tp=2"
+    assert again.full_mesh == "pp=2,tp=2"

@@ -277,7 +277,7 @@ def test_many_stages_of_many_ranks() -> None:
     places = _places(found.analysis.folded)
     cuts = tuple(places[len(places) * k // 64] for k in range(1, 64))
     program = _cut(found, cuts, "1f1b", 2)
-    assert program.whole_mesh == "pp=64,dp=2,tp=4"
+    assert program.full_mesh == "pp=64,dp=2,tp=4"
     _check(program, model, (x,), {})
 
 

@@ -30,7 +30,7 @@ _RECENT = 16
 
 
 def is_count(x: Tensor) -> Tensor:
-    """Which residues are small whole numbers, of either sign."""
+    """Which residues are small integers, of either sign."""
     return _signed(x).abs() < COUNTS
 
 

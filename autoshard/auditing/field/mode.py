@@ -15,7 +15,7 @@ from autoshard.auditing.field.residues import COUNTS, InexactError
 from autoshard.auditing.recording import PLAIN, Recorder, are_wrapped, tensors
 from autoshard.torch_adapters.decompositions import decomposition_of
 
-#: whole numbers up to this are exact
+#: integers up to this are exact
 _EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8}
 
 

@@ -75,12 +75,12 @@ def _fractions(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rest = x.copy()
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for _ in range(24):
-            whole = np.floor(rest)
-            before, last = last, (whole * last[0] + before[0], whole * last[1] + before[1])
+            full = np.floor(rest)
+            before, last = last, (full * last[0] + before[0], full * last[1] + before[1])
             fits = (last[1] <= _DENOMINATOR) & (last[0] < 2.0**53) & (bottom == 0)
             fits &= np.abs(last[0] / last[1] - x) <= 2.0**-52 * x
             top[fits], bottom[fits] = last[0][fits], last[1][fits]
-            rest = 1 / (rest - whole)
+            rest = 1 / (rest - full)
             if bottom.all() or not (last[1] <= _DENOMINATOR).any():
                 break
     return top, bottom
@@ -163,7 +163,7 @@ def random_residues(count: int, seed: int) -> np.ndarray:
     values = draw.integers(COUNTS, P, count)
     while len(np.unique(values)) < count:
         _, first = np.unique(values, return_index=True)
-        again = np.ones(count, bool)
-        again[first] = False
-        values[again] = draw.integers(COUNTS, P, int(again.sum()))
+        repeated = np.ones(count, bool)
+        repeated[first] = False
+        values[repeated] = draw.integers(COUNTS, P, int(repeated.sum()))
     return values.astype(np.float64)

@@ -54,12 +54,12 @@ class Shadows(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
         changed = changed_by(name, args, kwargs)
-        found = self._run(func, name, args, kwargs) if self._is_known(name, args, kwargs) else None
-        if found is None:
+        result = self._run(func, name, args, kwargs) if self._is_known(name, args, kwargs) else None
+        if result is None:
             out = self._traced(func, name, args, kwargs)
             self._forget(changed)
             return out
-        (real,) = found
+        (real,) = result
         ends = _tensors(real)
         if not ends and not changed:
             return real
@@ -69,11 +69,11 @@ class Shadows(TorchFunctionMode):
             if changed:
                 raise
             out = pytree.tree_map_only(torch.Tensor, _constant, real)
-        made = _tensors(out)
-        if len(made) != len(ends) or any(a.shape != b.shape for a, b in zip(made, ends, strict=True)):
+        new = _tensors(out)
+        if len(new) != len(ends) or any(a.shape != b.shape for a, b in zip(new, ends, strict=True)):
             self._forget(changed)
             return out
-        for tensor, values in zip(made, ends, strict=True):
+        for tensor, values in zip(new, ends, strict=True):
             self._held.setdefault(id(tensor), (tensor, values))
         return out
 
@@ -120,8 +120,8 @@ class Shadows(TorchFunctionMode):
         """What a function gives on real tensors; None if that is unknown after all, or large."""
 
         def real(value: torch.Tensor) -> torch.Tensor:
-            found = self._of(value)
-            return torch.zeros(value.shape, dtype=value.dtype) if found is None else found
+            result = self._of(value)
+            return torch.zeros(value.shape, dtype=value.dtype) if result is None else result
 
         changed = changed_by(name, args, kwargs)
         if any(id(t) not in self._held for t in changed):
@@ -145,12 +145,12 @@ class Shadows(TorchFunctionMode):
         if name not in ("__getitem__", "__setitem__") or len(args) < 2:
             return args
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        found: list[Any] = []
+        result: list[Any] = []
         for i in index:
             values = self._of(i) if isinstance(i, torch.Tensor) else None
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                found += [i] if values is None else _as_index(values, i, alone=len(index) == 1)
-        given = [_constant(i) if isinstance(i, torch.Tensor) and self._of(i) is i else i for i in found]
+                result += [i] if values is None else _as_index(values, i, alone=len(index) == 1)
+        given = [_constant(i) if isinstance(i, torch.Tensor) and self._of(i) is i else i for i in result]
         return (args[0], tuple(given), *args[2:])
 
     def _forget(self, tensors: list[torch.Tensor]) -> None:
@@ -174,14 +174,14 @@ def _constant(values: torch.Tensor) -> torch.Tensor:
 
 def _selected(x: torch.Tensor, index: Any) -> torch.Tensor:
     """``x[:, number]`` with a number that is a tensor, without asking for its value."""
-    whole = index if isinstance(index, tuple) else (index,)
-    at = [k for k, i in enumerate(whole) if isinstance(i, torch.Tensor) and i.dim() == 0]
-    if len(at) != 1 or any(isinstance(i, torch.Tensor) and i.dim() for i in whole) or Ellipsis in whole:
+    full = index if isinstance(index, tuple) else (index,)
+    at = [k for k, i in enumerate(full) if isinstance(i, torch.Tensor) and i.dim() == 0]
+    if len(at) != 1 or any(isinstance(i, torch.Tensor) and i.dim() for i in full) or Ellipsis in full:
         return x[index]
     (place,) = at
-    dim = sum(not isinstance(i, int) for i in whole[:place])
-    rest = x[(*whole[:place], slice(None), *whole[place + 1 :])]
-    number = whole[place].to(torch.int64)
+    dim = sum(not isinstance(i, int) for i in full[:place])
+    rest = x[(*full[:place], slice(None), *full[place + 1 :])]
+    number = full[place].to(torch.int64)
     number = torch.where(number < 0, number + rest.shape[dim], number)
     return rest.index_select(dim, number.reshape(1)).squeeze(dim)
 

@@ -28,7 +28,7 @@ class EqualMasks:
         #: by identity: a tensor, and what it is made of
         self._keys: dict[int, tuple[torch.Tensor, Hashable]] = {}
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
-        #: how often tensors were changed in place: those of whole numbers, any
+        #: how often tensors were changed in place: those of integers, any
         self._changes = [0, 0]
 
     def counts(self, mask: torch.Tensor) -> torch.Tensor:
@@ -39,12 +39,12 @@ class EqualMasks:
         return self._kept[key][1]
 
     def _key(self, t: torch.Tensor) -> Hashable:
-        found = self._keys.get(id(t))
-        return found[1] if found else (id(t), self._changes[not _is_whole(t)])
+        result = self._keys.get(id(t))
+        return result[1] if result else (id(t), self._changes[not _is_full(t)])
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """What a mask, or whole numbers that one is made of, is made of."""
-        if not isinstance(out, torch.Tensor) or not _is_whole(out):
+        """What a mask, or integers that one is made of, is made of."""
+        if not isinstance(out, torch.Tensor) or not _is_full(out):
             return
         if not isinstance(args[0], torch.Tensor) or any(out is a for a in args):
             return
@@ -69,7 +69,7 @@ class EqualMasks:
         """
         self._changes[1] += 1
         if t.is_floating_point() or t.is_complex():
-            self._keys = {k: v for k, v in self._keys.items() if _is_whole(v[0])}
+            self._keys = {k: v for k, v in self._keys.items() if _is_full(v[0])}
         else:
             self._changes[0] += 1
             self._keys = {}
@@ -81,5 +81,5 @@ class EqualMasks:
         return self._kept[below][1] if below in self._kept else None
 
 
-def _is_whole(t: torch.Tensor) -> bool:
+def _is_full(t: torch.Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex())

@@ -32,16 +32,16 @@ class Loops:
         tree = self._of(frame) if frame is not None else None
         if here is None or tree is None:
             return False
-        found = [
+        result = [
             (function, loop)
             for function in ast.walk(tree)
             if isinstance(function, _FUNCTIONS)
             for loop in ast.walk(function)
             if isinstance(loop, ast.For) and _same(here, span(loop.iter))
         ]
-        if not found:
+        if not result:
             return False
-        function, loop = max(found, key=lambda pair: pair[0].lineno)
+        function, loop = max(result, key=lambda pair: pair[0].lineno)
         return not loop.orelse and _direct(loop.iter) and _closed(function, loop)
 
     def _of(self, frame: FrameType) -> ast.Module | None:

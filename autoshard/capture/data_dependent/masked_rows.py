@@ -203,10 +203,10 @@ class ChosenRows(TorchFunctionMode):
         if experts:
             selection = SlotSelection(counts.reshape(mask.shape), experts)
         self._note_where(selection)
-        found = tuple(self._tag(selection.index(axis), selection, 0, axis) for axis in range(mask.dim()))
+        result = tuple(self._tag(selection.index(axis), selection, 0, axis) for axis in range(mask.dim()))
         if name == "where" or kwargs.get("as_tuple"):
-            return found
-        return self._tag(found[0].unsqueeze(1), selection, 0, 0)
+            return result
+        return self._tag(result[0].unsqueeze(1), selection, 0, 0)
 
     def _masked(self, func: Any, args: tuple[Any, ...]) -> Any:
         """``x[mask]``, ``x[mask, 0]``: the rows of a mask over the first dims."""
@@ -278,12 +278,12 @@ class ChosenRows(TorchFunctionMode):
             return self._pick(func, args)
         refusal: Exception = _refused(func)
         if isinstance(selection, SlotSelection):
-            made = self._on_slots(func, name, args, kwargs, rows, selection)
-            if made is not None:
-                return made
+            new = self._on_slots(func, name, args, kwargs, rows, selection)
+            if new is not None:
+                return new
             refusal = NoSlotsError()
-        elif (made := self._on_masked(func, name, args, kwargs, rows, selection)) is not None:
-            return made
+        elif (new := self._on_masked(func, name, args, kwargs, rows, selection)) is not None:
+            return new
         elif name == "unbind" and own and first.axis is not None and args[1:] in ((), (0,)):
             return self._turns(func, first)
         elif name in _RESHAPES and own:
@@ -323,12 +323,12 @@ class ChosenRows(TorchFunctionMode):
         classwise = name in row_totals.CLASSWISE
         if classwise or name in row_totals.ELEMENTWISE:
             known = not others if classwise else _broadcasts(rows, others)
-            found = (
+            result = (
                 self._run(row_totals.loss, func, classwise, args, kwargs, counts) if own and known else None
             )
-            if found is None:
+            if result is None:
                 return None
-            return self._tag(found[0], selection, 0) if found[1] else found[0]
+            return self._tag(result[0], selection, 0) if result[1] else result[0]
         if name == "xent" and own and not others and not kwargs:
             return tuple(self._tag(t, selection, 0) for t in self._run(func, *args))
         if not own or "out" in kwargs:
@@ -447,25 +447,25 @@ class ChosenRows(TorchFunctionMode):
     def _pick(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
         """``x[None, token]``, ``x[token, choice, None]``: the rows of another tensor."""
         x, index = args[0], places(args[1])
-        found = [self._rows.get(id(i)) if isinstance(i, torch.Tensor) else None for i in index]
-        at = [k for k, f in enumerate(found) if f is not None]
-        rest = [i for i, f in zip(index, found, strict=True) if f is None]
+        result = [self._rows.get(id(i)) if isinstance(i, torch.Tensor) else None for i in index]
+        at = [k for k, f in enumerate(result) if f is not None]
+        rest = [i for i, f in zip(index, result, strict=True) if f is None]
         plain = all(i is None or (isinstance(i, slice) and i == slice(None)) for i in rest)
         apart = at != list(range(at[0], at[0] + len(at))) if at else True
-        axes = [f.axis for f in found if f is not None and f.tensor.dim() == 1]
+        axes = [f.axis for f in result if f is not None and f.tensor.dim() == 1]
         if apart or not plain or len(axes) < len(at) or None in axes or id(x) in self._rows:
             raise _refused(func)
-        selection = next(f.selection for f in found if f is not None)
+        selection = next(f.selection for f in result if f is not None)
         dim = sum(i is not None for i in index[: at[0]])
-        made = self._run(selection.gather, x, dim, [a for a in axes if a is not None])
-        if made is None:
+        new = self._run(selection.gather, x, dim, [a for a in axes if a is not None])
+        if new is None:
             raise _refused(func)
         if isinstance(selection, SlotSelection):
             if any(i is not None for i in index[: at[0]]):
                 raise NoSlotsError
             after = index[at[-1] + 1 :]
-            return self._tag(made[(slice(None), *after)] if after else made, selection, 0, lead=at[0])
-        out = made[(*index[: at[0]], slice(None), *index[at[-1] + 1 :])]
+            return self._tag(new[(slice(None), *after)] if after else new, selection, 0, lead=at[0])
+        out = new[(*index[: at[0]], slice(None), *index[at[-1] + 1 :])]
         return self._tag(out, selection, at[0])
 
     def _reshaped(
@@ -502,7 +502,7 @@ class ChosenRows(TorchFunctionMode):
         return self._each(func, rows)
 
     def _each(self, func: Any, rows: _Rows) -> Iterator[torch.Tensor]:
-        whole, selection = rows.tensor.dim() > 1, rows.selection
+        full, selection = rows.tensor.dim() > 1, rows.selection
         assert isinstance(selection, Selection)
         self._left = True
         self._loop += 1
@@ -512,7 +512,7 @@ class ChosenRows(TorchFunctionMode):
                 if (self._loop, number) in self._raising:
                     continue
                 self._turn = selection.counts[number]
-                yield torch.full((1,), number) if whole else torch.full((), number)
+                yield torch.full((1,), number) if full else torch.full((), number)
                 self._end_turn()
             self._left = False
         finally:

@@ -138,15 +138,15 @@ def spread(
         return None
     over = reduced_dims(args, kwargs, rows.dim())
     apart = (rows - _mean(rows, over, True, counts)).masked_fill(~_beside(counts, rows), 0).square()
-    found = apart.sum(over, bool(kwargs.get("keepdim"))) / (_number(rows, over, counts) - correction).clamp(
+    result = apart.sum(over, bool(kwargs.get("keepdim"))) / (_number(rows, over, counts) - correction).clamp(
         min=0
     )
-    found = found.to(rows.dtype)
+    result = result.to(rows.dtype)
     if name == "var":
-        return found
+        return result
     # the gradient of the root of 0 is 0, as torch has it
-    same = found == 0
-    return found.masked_fill(same, 1.0).sqrt().masked_fill(same, 0.0)
+    same = result == 0
+    return result.masked_fill(same, 1.0).sqrt().masked_fill(same, 0.0)
 
 
 def loss(

@@ -79,15 +79,15 @@ class SlotSelection:
         """What the rows [rows, n] add to each token: [tokens, n]."""
         if axis != self._tokens or rows.dim() != 2:
             raise NoSlotsError
-        made: torch.Tensor = _ops.combine(rows, *self._chosen())
-        return made
+        new: torch.Tensor = _ops.combine(rows, *self._chosen())
+        return new
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
         """rows [rows, k] times weight [k, n], or [n, k] if it is transposed."""
         if rows.dim() != 2 or weight.dim() != 2 or torch.is_autocast_enabled(rows.device.type):
             raise NoSlotsError
-        made: torch.Tensor = _ops.expert_mm(rows, self._chosen()[1], weight.unsqueeze(0), transposed)
-        return made
+        new: torch.Tensor = _ops.expert_mm(rows, self._chosen()[1], weight.unsqueeze(0), transposed)
+        return new
 
 
 def same_rows(

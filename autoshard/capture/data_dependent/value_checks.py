@@ -37,11 +37,11 @@ class Checks:
 
     def passing(self, frame: FrameType | None) -> bool | None:
         """The truth value that lets the check at which ``frame`` stands pass; None if it stands at none."""
-        found = self._at(frame)
-        if found is None:
+        result = self._at(frame)
+        if result is None:
             return None
         # which of several conditions is asked cannot be told, as jumps have the place of others
-        values = {value for leaf, value in _leaves(*found) if not _plain(leaf)}
+        values = {value for leaf, value in _leaves(*result) if not _plain(leaf)}
         return values.pop() if len(values) == 1 else None
 
     def holds(self, frame: FrameType | None) -> bool:

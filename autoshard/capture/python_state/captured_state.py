@@ -111,7 +111,7 @@ class StateWatch:
     code: CodeReads
     state: PythonState
     ignored: frozenset[tuple[int, str]]
-    #: what the last run of the whole model left changed
+    #: what the last run of the full model left changed
     changes: Changes = field(default_factory=Changes)
     groups: list[list[nn.Module]] = field(default_factory=list)
     #: real tensors that the graphs hold copies of
@@ -190,10 +190,10 @@ class StateWatch:
         ignored = {*self.ignored, *((id(c.read.table), c.read.key) for c in self.changes.left)}
         attributes = _distinct(self._of_repeats(self.attributes.all_reads()), ignored)
         variables = _distinct(self.code.variables, {*ignored, *attributes})
-        found = (*attributes.values(), *variables.values())
-        for read in found:
+        result = (*attributes.values(), *variables.values())
+        for read in result:
             refuse_source(read)
-        containers = tuple(nested((r.label, r.value) for r in found))
+        containers = tuple(nested((r.label, r.value) for r in result))
         return CapturedState(
             tuple(attributes.values()),
             tuple(variables.values()),
@@ -225,12 +225,12 @@ class StateWatch:
 
 
 def _distinct(reads: Iterable[Read], ignored: Container[tuple[int, str]]) -> dict[tuple[int, str], Read]:
-    found: dict[tuple[int, str], Read] = {}
+    result: dict[tuple[int, str], Read] = {}
     for read in reads:
         key = id(read.table), read.key
         if key not in ignored:
-            found.setdefault(key, read)
-    return found
+            result.setdefault(key, read)
+    return result
 
 
 def _set(read: Read, value: Any) -> None:

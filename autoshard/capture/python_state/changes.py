@@ -274,8 +274,8 @@ def _items(container: Any) -> Sequence[Any]:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(value)
-    found = [x for x in leaves if isinstance(x, torch.Tensor)]
+    result = [x for x in leaves if isinstance(x, torch.Tensor)]
     for leaf in leaves:
         if isinstance(leaf, set):
-            found += [x for x in leaf if isinstance(x, torch.Tensor)]
-    return found
+            result += [x for x in leaf if isinstance(x, torch.Tensor)]
+    return result

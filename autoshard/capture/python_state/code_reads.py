@@ -245,16 +245,16 @@ def globals_of(code: CodeType) -> set[str]:
 
     Read from the bytecode itself: `dis.get_instructions` takes a large part of a capture.
     """
-    found: set[str] = set()
+    result: set[str] = set()
     above = 0
     for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         number = above | low
         above = number << 8 if op == dis.EXTENDED_ARG else 0
         if op == _LOAD_GLOBAL:
-            found.add(code.co_names[number >> 1])  # the lowest bit: whether it is called next
+            result.add(code.co_names[number >> 1])  # the lowest bit: whether it is called next
         elif op == _LOAD_NAME:
-            found.add(code.co_names[number])
-    return found
+            result.add(code.co_names[number])
+    return result
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:

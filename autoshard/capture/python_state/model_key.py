@@ -304,10 +304,10 @@ class _Describe:
         """What code names; of a library's code, functions of the user's that stand there."""
         names = code.co_names
         loaded = globals_of(code) if any(n in table for n in names) else set()
-        found = [(n, table[n]) for n in names if n in loaded and n in table]
-        inside = [(f"{n}.{k}", vars(m)[k]) for n, m in found if isinstance(m, types.ModuleType)
+        result = [(n, table[n]) for n in names if n in loaded and n in table]
+        inside = [(f"{n}.{k}", vars(m)[k]) for n, m in result if isinstance(m, types.ModuleType)
                   for k in names if k in vars(m)]  # fmt: skip
-        for name, value in (*found, *inside):
+        for name, value in (*result, *inside):
             if isinstance(value, PLAIN):
                 self.text(name, value)
             elif self._followed(value, package) if library else not isinstance(value, types.ModuleType):

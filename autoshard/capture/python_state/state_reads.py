@@ -91,13 +91,13 @@ def plain_object(value: object) -> bool:
 
 def objects_of(model: nn.Module) -> dict[int, tuple[Any, str]]:
     """Modules and the plain objects that their attributes lead to: identity -> (object, label)."""
-    found: dict[int, tuple[Any, str]] = {}
+    result: dict[int, tuple[Any, str]] = {}
     queue: list[tuple[Any, str, int]] = [(m, name, 0) for name, m in model.named_modules()]
-    while queue and len(found) < _MOST:
+    while queue and len(result) < _MOST:
         value, label, depth = queue.pop()
-        if id(value) in found:
+        if id(value) in result:
             continue
-        found[id(value)] = value, label
+        result[id(value)] = value, label
         if depth >= _DEPTH:
             continue
         for key, inner in value.__dict__.items():
@@ -107,7 +107,7 @@ def objects_of(model: nn.Module) -> dict[int, tuple[Any, str]]:
             listed = isinstance(inner, (list, tuple))
             inside = [(f"{name}[{n}]", x) for n, x in enumerate(inner)] if listed else [(name, inner)]
             queue += [(x, called, depth + 1) for called, x in inside if plain_object(x)]
-    return found
+    return result
 
 
 class _Noting:
@@ -191,14 +191,14 @@ class AttributeReads:
 
     def all_reads(self) -> list[Read]:
         """Reads noted, and every attribute of the objects whose reads cannot be."""
-        found = list(self.reads.values())
+        result = list(self.reads.values())
         for value, label in self.unseen:
-            found += [
+            result += [
                 Read(value.__dict__, key, f"{label}.{key}".lstrip("."))
                 for key in value.__dict__
                 if key not in TABLES
             ]
-        return found
+        return result
 
 
 def _is_method(owner: object, holder: type, name: str) -> bool:

@@ -83,8 +83,8 @@ def check_first_call(runner: Runner, module: nn.Module, built: WeightHashes, lea
 def gives_parts(runner: Runner, leaves: Sequence[Any]) -> bool:
     """Whether a call gives this rank's part of the batch, not the global one."""
 
-    def is_part(x: object, whole: tuple[int, ...]) -> bool:
-        return _plain(x) and x.dim() > 0 and x.shape[0] < whole[0] and tuple(x.shape[1:]) == whole[1:]
+    def is_part(x: object, full: tuple[int, ...]) -> bool:
+        return _plain(x) and x.dim() > 0 and x.shape[0] < full[0] and tuple(x.shape[1:]) == full[1:]
 
     batched = runner.program.signature.batch_inputs
     ports = (p for p in runner.inputs if p.target in batched)
@@ -113,7 +113,7 @@ def _entries(
     runner: Runner, module: nn.Module, built: WeightHashes, leaves: Sequence[Any]
 ) -> Iterator[tuple[str, int]]:
     program = runner.program
-    yield "the program", hash_of(program.whole_mesh, program_text(program), program.signature)
+    yield "the program", hash_of(program.full_mesh, program_text(program), program.signature)
     yield "the seed", hash_of(runner.seed)
     yield "the version of torch", hash_of(torch.__version__)
     for port in runner.inputs:

@@ -158,9 +158,9 @@ class CallGuard:
 
     def check(self) -> None:
         """Raise UsageError, naming what differs, if the program is not that of the model as it is now."""
-        found = [] if self.holds() else self._refused()
-        if found:
-            raise _refusal(found)
+        result = [] if self.holds() else self._refused()
+        if result:
+            raise _refusal(result)
 
     def accepts(self) -> bool:
         """Whether it is, if need be by another capture."""
@@ -196,14 +196,14 @@ class CallGuard:
     def _refused(self) -> list[Difference]:
         """What differs, if it gives another graph."""
         values = self._values()
-        found = list(self._differences(values))
-        key = tuple((d.label, d.now) for d in found)
-        if found and key not in self.accepted:
+        result = list(self._differences(values))
+        key = tuple((d.label, d.now) for d in result)
+        if result and key not in self.accepted:
             # what no capture sees makes no difference to its graph
             unseen = self.device != "cpu" and self._modes()[0] != self.modes[0]
             unseen |= any(not set(table) <= set(known) for table, known in self.hooks) or bool(global_hooks())
             if unseen or self.same_graph is None or not self.same_graph(self.module):
-                return found
+                return result
             self.accepted.add(key)
         self._take_values(values)
         return []
@@ -278,9 +278,9 @@ def _text(value: object) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-def _refusal(found: list[Difference]) -> UsageError:
-    first, more = found[0], len(found) - 1
-    others = ", ".join(dict.fromkeys(d.label for d in found[1:6]))
+def _refusal(result: list[Difference]) -> UsageError:
+    first, more = result[0], len(result) - 1
+    others = ", ".join(dict.fromkeys(d.label for d in result[1:6]))
     return UsageError(
         f"{first.label} is {first.now}, and was {first.before} when the model was captured",
         where=first.line,

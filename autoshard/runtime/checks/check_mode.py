@@ -96,14 +96,14 @@ class Guard:
 
         A buffer is whole on every rank, however the program reads it.
         """
-        whole = Mesh.parse(self.program.whole_mesh)
+        full = Mesh.parse(self.program.full_mesh)
         at = self.program.stages.position if self.program.stages is not None else None
         split = [kind == "param" and isinstance(p, Shard) for p in layout]
-        found = []
-        for place in range(whole.world_size):
-            coords = [c for k, c in enumerate(whole.coords(place)) if k != at]
-            found.append(tuple(c for c, s in zip(coords, split, strict=True) if s))
-        return found
+        result = []
+        for place in range(full.world_size):
+            coords = [c for k, c in enumerate(full.coords(place)) if k != at]
+            result.append(tuple(c for c, s in zip(coords, split, strict=True) if s))
+        return result
 
     # -- replicas ----------------------------------------------------------------------------------
 
@@ -139,9 +139,9 @@ class Guard:
         for number, ((kind, target), classes) in enumerate(zip(names, classes_of, strict=True)):
             held: dict[tuple[int, ...], dict[int, int]] = {}
             for place, key in enumerate(classes):
-                here, found = rows[place][number]
+                here, result = rows[place][number]
                 if here:
-                    held.setdefault(key, {})[self.order[place]] = found
+                    held.setdefault(key, {})[self.order[place]] = result
             for sums in held.values():
                 if len(set(sums.values())) > 1:
                     raise _differ(kind, target, sums, self.steps)
@@ -151,12 +151,12 @@ class Guard:
         values: dict[tuple[str, str], torch.Tensor | None] = {}
         values |= {("param", n): p for n, p in module.named_parameters(remove_duplicate=False)}
         values |= {("buffer", n): b for n, b in module.named_buffers(remove_duplicate=False)}
-        found = []
+        result = []
         for key in self.names:
             x = values.get(key)
             local = x.to_local() if isinstance(x, DTensor) else x
-            found.append((0, 0) if local is None else (1, checksum(local)))
-        return found
+            result.append((0, 0) if local is None else (1, checksum(local)))
+        return result
 
     def _exchanged(self, own: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """The rows of all places of the mesh."""
@@ -177,7 +177,7 @@ class Guard:
 
 def _differ(kind: str, target: str, sums: Mapping[int, int], step: int) -> VerificationError:
     counts = Counter(sums.values()).most_common()
-    groups = [sorted(rank for rank, found in sums.items() if found == value) for value, _ in counts]
+    groups = [sorted(rank for rank, result in sums.items() if result == value) for value, _ in counts]
     texts = [
         f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {value & (2**64 - 1):016x}"
         for ranks, (value, _) in zip(groups, counts, strict=True)

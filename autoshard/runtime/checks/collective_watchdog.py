@@ -94,14 +94,14 @@ class Watch:
 
     def notes(self) -> dict[int, dict[str, Any] | None]:
         """The last note of every rank; None of one that has written none, or whose store is gone."""
-        found: dict[int, dict[str, Any] | None] = {}
+        result: dict[int, dict[str, Any] | None] = {}
         for rank in self.ranks:
             try:
                 key = self._key(rank)
-                found[rank] = json.loads(self.store.get(key)) if self.store.check([key]) else None
+                result[rank] = json.loads(self.store.get(key)) if self.store.check([key]) else None
             except (RuntimeError, ValueError):
-                found[rank] = None
-        return found
+                result[rank] = None
+        return result
 
     def _key(self, rank: int) -> str:
         return f"autoshard/watch/{self.number}/{rank}"

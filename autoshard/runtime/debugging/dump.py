@@ -55,5 +55,5 @@ def _name(program: Program, model: str) -> str:
     differentiated = sum(p.kind == "tangent" for p in signature.ports)
     outputs = [f"{differentiated}-outputs"] if differentiated > 1 else []
     mode = "train" if signature.training else "eval"
-    parts = [model, program.whole_mesh, mode, *step, *outputs, *given]
+    parts = [model, program.full_mesh, mode, *step, *outputs, *given]
     return re.sub(r"[^\w=,.-]+", "_", "-".join(parts))[:_LONGEST]

@@ -43,11 +43,11 @@ class NanTrace:
 
     def arrived(self, values: dict[str, Any], names: Sequence[str]) -> list[Any]:
         """Values, waited for; those that no op was seen to make are looked at."""
-        found = {name: arrived(values[name]) for name in names}
-        for name in [n for n in found if n not in self._known]:
-            self._note(self.places.values.get(name, name), self.began, [name], [found[name]], [])
+        result = {name: arrived(values[name]) for name in names}
+        for name in [n for n in result if n not in self._known]:
+            self._note(self.places.values.get(name, name), self.began, [name], [result[name]], [])
         self._known.update(names)
-        return [found[name] for name in names]
+        return [result[name] for name in names]
 
     def run(self, item: PreparedItem, args: Sequence[Any]) -> Sequence[Any]:
         """The results of an instruction, each of its ops looked at."""

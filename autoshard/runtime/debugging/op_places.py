@@ -51,13 +51,13 @@ class OpPlaces:
     @cached_property
     def values(self) -> dict[str, OpPlace]:
         """What makes the values of main."""
-        found: dict[str, OpPlace] = {}
+        result: dict[str, OpPlace] = {}
         for item in self.program.lowered.main:
             graph = self.program.lowered.segments[item.segment].graph if isinstance(item, Call) else None
             nodes, ends = (graph.nodes, graph.outputs) if graph is not None else ((item,), item.outs)
             makers = {o: place for node, place in zip(nodes, self.of(item), strict=True) for o in node.outs}
-            found |= {o: makers[end] for o, end in zip(item.outs, ends, strict=True) if end in makers}
-        return found
+            result |= {o: makers[end] for o, end in zip(item.outs, ends, strict=True) if end in makers}
+        return result
 
     @cached_property
     def _labels(self) -> frozenset[str]:

@@ -86,8 +86,8 @@ class Lockstep:
         return out
 
     @staticmethod
-    def _same(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
-        if not torch.allclose(wanted, found, equal_nan=True, rtol=1e-5, atol=1e-6):
+    def _same(result: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+        if not torch.allclose(wanted, result, equal_nan=True, rtol=1e-5, atol=1e-6):
             raise AssertionError(f"replicas of {name} differ between ranks")
 
     def run(self, env: dict[str, list[Any]], backward: bool) -> None:

@@ -41,12 +41,12 @@ def of_message(node: Node, outs: Sequence[Any], exact: Sequence[Any], segment: s
 
     outs, exact: per rank what the message gave, and what it would have given with all bits.
     """
-    found = []
+    result = []
     for t, (name, bits) in enumerate(zip(node.outs, sent_bits(node), strict=True)):
         if bits:
             pairs = [(a[t], b[t]) for a, b in zip(outs, exact, strict=True)]
-            found.append(Rounding(str(transfer_of(node)), name, bits, _error(pairs), segment))
-    return found
+            result.append(Rounding(str(transfer_of(node)), name, bits, _error(pairs), segment))
+    return result
 
 
 def exact_message(node: Node, given: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -85,5 +85,5 @@ def of_op(node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tenso
 def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     wide = [(a.double(), b.double()) for a, b in pairs]
     lost = sum(float((a - b).square().sum()) for a, b in wide)
-    whole = sum(float(b.square().sum()) for _, b in wide)
-    return float((lost / whole) ** 0.5) if whole else 0.0
+    full = sum(float(b.square().sum()) for _, b in wide)
+    return float((lost / full) ** 0.5) if full else 0.0

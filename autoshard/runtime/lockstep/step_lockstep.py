@@ -1,4 +1,4 @@
-"""A whole step of all ranks in one process: every microbatch through every stage, in the schedule's order."""
+"""A full step of all ranks in one process: every microbatch through every stage, in the schedule's order."""
 
 from __future__ import annotations
 
@@ -82,28 +82,28 @@ class _Run:
         self.wanted = {s: accumulated(self.program, s) for s in range(len(of.owner))}
 
     def _gather(self) -> dict[int, dict[str, list[Any]]]:
-        """What lasts for the whole step, of the parameters as they are now, on every pipeline rank."""
-        found: dict[int, dict[str, list[Any]]] = {rank: {} for rank in range(len(self.of.moves))}
+        """What lasts for the full step, of the parameters as they are now, on every pipeline rank."""
+        result: dict[int, dict[str, list[Any]]] = {rank: {} for rank in range(len(self.of.moves))}
         for (stage, phase, _), part in self.of.parts.items():
             if phase == "gather":
                 rank = self.of.owner[stage]
                 env = {name: list(ranks[rank]) for name, ranks in self.state.items() if rank in ranks}
                 given = set(env)
                 self.of.lockstep.run_part(env, part)
-                found[rank].update((v, x) for v, x in env.items() if v not in given)
+                result[rank].update((v, x) for v, x in env.items() if v not in given)
             elif phase == "count":
-                found[self.of.owner[stage]] |= self._counted(stage, part)
-        return found
+                result[self.of.owner[stage]] |= self._counted(stage, part)
+        return result
 
     def _counted(self, stage: int, part: StagePart) -> dict[str, list[Any]]:
         """What a stage counts in all microbatches, added up."""
-        made, rank = counted(self.program, stage)[0], self.of.owner[stage]
+        new, rank = counted(self.program, stage)[0], self.of.owner[stage]
         totals: dict[str, list[Any]] = {}
-        for values in self.fixed if made else ():
+        for values in self.fixed if new else ():
             env = {name: list(ranks[rank]) for name, ranks in self.state.items() if rank in ranks}
             env |= values
             self.of.lockstep.run_part(env, part)
-            for value in made:
+            for value in new:
                 known = totals.get(value)
                 totals[value] = (
                     env[value] if known is None else [a + b for a, b in zip(known, env[value], strict=True)]
@@ -167,8 +167,8 @@ class _Run:
         for value, name in self.updates.items():
             if value in env and stage in self.of.holders[name]:
                 self.buffers[value] = env[value]
-                whole = self.of.lockstep.whole(env[value], value)
-                self.state[name] = self.of.held(whole, name)
+                full = self.of.lockstep.whole(env[value], value)
+                self.state[name] = self.of.held(full, name)
 
     def _add(self, key: tuple[int, str], shards: list[torch.Tensor]) -> None:
         known = self.sums.get(key)
@@ -176,10 +176,10 @@ class _Run:
 
     def _finished(self) -> StepValues:
         """Reduce the gradients, and add up those that stages share."""
-        made: dict[int, dict[str, list[Any]]] = {s: {} for s in range(len(self.of.owner))}
+        new: dict[int, dict[str, list[Any]]] = {s: {} for s in range(len(self.of.owner))}
         for (stage, value), shards in self.sums.items():
-            made[stage][value] = shards
-        for stage, env in made.items():
+            new[stage][value] = shards
+        for stage, env in new.items():
             part = self.of.parts.get((stage, "reduce", 0))
             if part is not None:
                 self.of.lockstep.run_part(env, part)
@@ -187,10 +187,10 @@ class _Run:
         grads: dict[str, Held] = {}
         for result in self.program.signature.results:
             if result.kind == "grad":
-                terms = [env[result.value] for env in made.values() if result.value in env]
+                terms = [env[result.value] for env in new.values() if result.value in env]
                 total = [torch.stack(list(row)).sum(0) for row in zip(*terms, strict=True)]
                 ranks = self.of.ranks_of(params[result.target])
                 grads[result.value] = {r: [x.clone() for x in total] for r in ranks}
         count = len(self.fixed)
-        outputs = {v: [found[m] for m in range(count)] for v, found in self.found.items()}
+        outputs = {v: [results[m] for m in range(count)] for v, results in self.found.items()}
         return StepValues(outputs, grads, self.buffers)

@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm over the whole model, however its parameters are sharded."""
+"""Gradient clipping by the norm over the full model, however its parameters are sharded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their norm, taken over the whole model, is at most ``max_norm``.
+    """Scale all gradients in place so that their norm, taken over the full model, is at most ``max_norm``.
 
     Takes a module, one parameter, or any iterable of parameters; DTensors with any placements and plain
     tensors may be mixed. Every rank must call it. The norm is that of the same model on one device: shards
@@ -60,7 +60,7 @@ def clip_scale(total: torch.Tensor, max_norm: float) -> torch.Tensor:
 def grad_norm(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(norm over the whole model, what this rank holds of the gradients), as `clip_grad_norm_` says."""
+    """(norm over the full model, what this rank holds of the gradients), as `clip_grad_norm_` says."""
     power = float(norm_type)
     if not power > 0:
         raise UsageError(f"norm_type is {norm_type}", why="it must be positive, or inf")

@@ -47,13 +47,13 @@ def full_optimizer_state(module: Any, optimizer: Optimizer) -> dict[str, Any]:
         others = {where: x for each in _from_all(others, pipe) for where, x in each.items()}
     if not runner.is_first:
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for where, x in (tensors | others).items():
         name, key = json.loads(where)
-        found.setdefault(name, {})[key] = x
+        result.setdefault(name, {})[key] = x
     order = {name: k for k, name in enumerate(name for group in groups for name in group)}
     return {
-        "state": {name: found[name] for name in sorted(found, key=order.__getitem__)},
+        "state": {name: result[name] for name in sorted(result, key=order.__getitem__)},
         "param_groups": [
             {**group, "params": names} for group, names in zip(state["param_groups"], groups, strict=True)
         ],

@@ -62,27 +62,27 @@ class GradScaler(torch.amp.GradScaler):
         grads = [local(p.grad) for p in given if p.grad is not None]
         if not allow_fp16 and any(g.dtype == torch.float16 for g in grads):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        found = found_inf.clone()
+        result = found_inf.clone()
         for device, dtype in {(g.device, g.dtype): None for g in grads}:
             alike = [g for g in grads if (g.device, g.dtype) == (device, dtype)]
-            inf = torch.zeros_like(found, device=device)
+            inf = torch.zeros_like(result, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(alike, inf, inv_scale.to(device))
-            found = torch.maximum(found, inf.to(found.device))
+            result = torch.maximum(result, inf.to(result.device))
         for mesh in {p.device_mesh: None for p in given if isinstance(p, DTensor)}:
-            agree_over(mesh, found)
+            agree_over(mesh, result)
         pipe = next((m.group for m in map(membership_of, given) if m is not None), None)
         if pipe is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=pipe)
-        found_inf.copy_(found)
-        return {device: found.to(device) for device in {g.device for g in grads} or {found.device}}
+            dist.all_reduce(result, dist.ReduceOp.MAX, group=pipe)
+        found_inf.copy_(result)
+        return {device: result.to(device) for device in {g.device for g in grads} or {result.device}}
 
 
-def agree_over(mesh: DeviceMesh, found: torch.Tensor) -> None:
+def agree_over(mesh: DeviceMesh, result: torch.Tensor) -> None:
     """Make a number the largest of all ranks of a mesh, in place."""
-    there = found if found.device.type == mesh.device_type else found.to(mesh.device_type)
+    there = result if result.device.type == mesh.device_type else result.to(mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(there, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    found.copy_(there)
+    result.copy_(there)
 
 
 def agreement_of(runner: Runner) -> Callable[[torch.Tensor], None] | None:
@@ -95,7 +95,7 @@ def agreement_of(runner: Runner) -> Callable[[torch.Tensor], None] | None:
     return partial(agree_over, runner.mesh) if len(split) > 1 else None
 
 
-def _refuse(found: torch.Tensor) -> None:
+def _refuse(result: torch.Tensor) -> None:
     raise UsageError(
         "the gradients of a pipeline are unscaled by torch's GradScaler",
         why="their loss was not scaled, and an infinity in one stage must be known to all of them",

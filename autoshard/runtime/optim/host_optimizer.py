@@ -59,16 +59,16 @@ class HostOptimizer(torch.optim.Optimizer):
         given = list(parameters)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         pairs: list[_Pair] = []
-        made = []
+        new = []
         with torch.no_grad():
             for group in groups:
                 own = [_pair(p, master) for p in group["params"]]
                 pairs += own
-                made.append({**group, "params": [pair.host for pair in own]})
+                new.append({**group, "params": [pair.host for pair in own]})
         if not pairs:
             raise UsageError("there are no parameters to optimize", hint="give model.parameters()")
         super().__init__([pair.own for pair in pairs], {})
-        self.inner = make(made)
+        self.inner = make(new)
         self.param_groups, self.defaults = self.inner.param_groups, self.inner.defaults
         self.state = self.inner.state
         self.pairs = tuple(pairs)
@@ -123,9 +123,9 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """That of the optimizer made, with the float32 copies of parameters of half precision."""
-        found: dict[str, Any] = self.inner.state_dict()
+        result: dict[str, Any] = self.inner.state_dict()
         masters = {k: p.host.detach() for k, p in enumerate(self.pairs) if p.host.dtype != p.own.dtype}
-        return {**found, "masters": masters} if masters else found
+        return {**result, "masters": masters} if masters else result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -225,13 +225,13 @@ def _pair(parameter: torch.Tensor, master: bool) -> _Pair:
 
 
 def _buckets(pairs: Sequence[_Pair], limit: int) -> list[list[_Pair]]:
-    found: list[list[_Pair]] = [[]]
+    result: list[list[_Pair]] = [[]]
     held = 0
     for pair in pairs:
         nbytes = local(pair.own).nbytes
-        if found[-1] and held + nbytes > limit:
-            found.append([])
+        if result[-1] and held + nbytes > limit:
+            result.append([])
             held = 0
-        found[-1].append(pair)
+        result[-1].append(pair)
         held += nbytes
-    return found
+    return result

@@ -37,7 +37,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 def keep_blocks(model: nn.Module) -> None:
     """Let states of optimizers know the blocks that a model's parameters are (`torch_adapters.blocks`).
 
-    What an optimizer makes like a parameter knows them; what torch distributes when whole states are loaded
+    What an optimizer makes like a parameter knows them; what torch distributes when full states are loaded
     does not, and is replaced after the load, or after the first step of an optimizer that took none before.
     """
     if not any(is_described(p) for p in model.parameters()):

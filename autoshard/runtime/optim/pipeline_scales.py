@@ -99,12 +99,12 @@ def _some(grad: torch.Tensor | None) -> torch.Tensor:
 def _check(rows: list[list[float]]) -> None:
     known = {rank: row for rank, row in enumerate(rows) if not isnan(row[0]) and 0 < row[0] <= row[1] < inf}
     near = max((row[2] for row in known.values()), default=0.0)
-    found = {rank: most for rank, (least, most, _) in known.items() if most - least <= near * most}
-    if len(found) < 2 or max(found.values()) - min(found.values()) <= near * max(found.values()):
+    result = {rank: most for rank, (least, most, _) in known.items() if most - least <= near * most}
+    if len(result) < 2 or max(result.values()) - min(result.values()) <= near * max(result.values()):
         return
     raise UsageError(
         "the gradients of a pipeline's ranks were scaled unlike before the last optimizer step",
-        where=", ".join(f"stage rank {rank}: times {factor:.4g}" for rank, factor in found.items()),
+        where=", ".join(f"stage rank {rank}: times {factor:.4g}" for rank, factor in result.items()),
         why="each rank has the parameters of its own stages, whose norm torch.nn.utils.clip_grad_norm_ takes "
         "for that of the model",
         hint="autoshard.clip_grad_norm_(model, max_norm) clips by the norm of all stages; scale by the same "

@@ -24,8 +24,8 @@ def share_of_core(device: torch.device, per_node: int) -> float:
 
 def _cores() -> float:
     """Cores that this process may use, on Linux no more than its container is granted."""
-    found = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    result = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if not _QUOTA.is_file():
-        return found
+        return result
     granted, period = _QUOTA.read_text().split()
-    return found if granted == "max" else min(found, int(granted) / int(period))
+    return result if granted == "max" else min(result, int(granted) / int(period))

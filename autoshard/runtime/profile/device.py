@@ -86,12 +86,12 @@ def measure_device(
     clock = CallTimer(device, repeats, agree, share)
     products: dict[str, Products] = {}
     for name, dtype in DTYPES.items():
-        found = _products(clock, dtype)
-        if found is None:
+        result = _products(clock, dtype)
+        if result is None:
             say(f"no matrix product in {name} on {device.type}")
             continue
-        products[name] = found
-        say(f"{name}: {found.peak / 1e9:.4g} GFLOP/s at best, {found.sustained / 1e9:.4g} sustained")
+        products[name] = result
+        say(f"{name}: {result.peak / 1e9:.4g} GFLOP/s at best, {result.sustained / 1e9:.4g} sustained")
     if "f32" not in products:
         raise UsageError("matrix products in f32 do not run", where=str(device))
     copied = _COPIED[device.type]
@@ -310,19 +310,19 @@ def _products(clock: CallTimer, dtype: torch.dtype) -> Products | None:
 
 def _layers(clock: CallTimer, dtype: torch.dtype) -> float:
     """FLOP/s of linear layers one after the other: their products, and those of their gradients."""
-    made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    new: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rows, inputs, outputs in _LAYERS * _COPIES:
         shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
         x, weight, grad = (torch.randn(shape).to(dtype) for shape in shapes)
-        made.append((x, weight, grad))
+        new.append((x, weight, grad))
 
     def run() -> None:
-        for x, weight, grad in made:
+        for x, weight, grad in new:
             torch.mm(x, weight.t())
             torch.mm(grad, weight)
             torch.mm(grad.t(), x)
 
-    return sum(6.0 * x.numel() * grad.shape[1] for x, _, grad in made) / clock.seconds(run, _LONGER)
+    return sum(6.0 * x.numel() * grad.shape[1] for x, _, grad in new) / clock.seconds(run, _LONGER)
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:

@@ -92,7 +92,7 @@ def measure_levels(
     """
     world = dist.get_world_size()
     nodes = [list(range(at, at + per_node)) for at in range(0, world, per_node)]
-    found: list[MeasuredLevel] = []
+    result: list[MeasuredLevel] = []
     computing = _Computing(device, repeats, share)
 
     def timed(members: Sequence[Sequence[int]]) -> list[Timing]:
@@ -107,7 +107,7 @@ def measure_levels(
             groups = [list(range(at, at + ranks)) for at in range(0, world, ranks)]
             timings = timed(groups)
             tables += tables_of(timings)
-        found.append(_level("node", size, timings, repeats, active, tables=tables))
+        result.append(_level("node", size, timings, repeats, active, tables=tables))
     if len(nodes) > 1:
         say(f"collectives between {len(nodes)} nodes")
         across = [[node[local] for node in nodes] for local in range(per_node)]
@@ -117,12 +117,12 @@ def measure_levels(
         shared = min(per_node, max(1, round(slower)))
         source = f"measured: {slower:.3g} times slower with all {per_node} ranks of a node active"
         tables = tables_of(together)
-        found.append(_level("network", None, alone, repeats, {"shared_by": source}, shared, tables))
-    for each in found:
+        result.append(_level("network", None, alone, repeats, {"shared_by": source}, shared, tables))
+    for each in result:
         level = each.level
         fit = f"{level.latency * 1e6:.4g} us, {level.bandwidth / 1e9:.4g} GB/s"
         say(f"{level.name}: {fit}, shared by {level.shared_by}; off by at most {each.worst:.0%}")
-    return found
+    return result
 
 
 def measure_pairs(
@@ -139,9 +139,9 @@ def measure_pairs(
     wrong = ~torch.eye(world, dtype=torch.bool)
     short, long = torch.zeros(2, world, world, dtype=torch.float64)
     for _ in range(1 + _AGAIN):
-        found = _round_trips(wrong, device, nbytes, repeats, say)
+        result = _round_trips(wrong, device, nbytes, repeats, say)
         # each round on its own: in a quieter one both are shorter
-        short, long = torch.where(wrong, found, torch.stack((short, long)))
+        short, long = torch.where(wrong, result, torch.stack((short, long)))
         wrong &= long <= short
         if not wrong.any():
             break
@@ -229,12 +229,12 @@ def _fit(timings: Sequence[Timing], where: str) -> FittedLink:
 
 def tables_of(timings: Sequence[Timing]) -> list[CollectiveTimings]:
     """Times of collectives of as many ranks, a table for each kind."""
-    found = []
+    result = []
     for kind in dict.fromkeys(each.kind for each in timings):
         own = {each.nbytes: each for each in timings if each.kind == kind}
         times = tuple(own[n].seconds for n in sorted(own))
-        found.append(CollectiveTimings(kind, timings[0].ranks, tuple(sorted(own)), times))
-    return found
+        result.append(CollectiveTimings(kind, timings[0].ranks, tuple(sorted(own)), times))
+    return result
 
 
 def _timings(
@@ -263,31 +263,31 @@ def _timings(
         for part in parts
     ]
     added = iter(computing.added(calls))
-    found: list[Timing] = []
+    result: list[Timing] = []
     for kind in kinds:
         own = [next(added) for _ in parts]
         late = rising([each.late for each in own])  # a longer message makes nobody less late
         for part, each, wait in zip(parts, own, late, strict=True):
-            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, each.own + max(0.0, wait)))
+            result.append(Timing(kind, part * ranks * _ELEMENT, ranks, each.own + max(0.0, wait)))
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
-    return found
+    return result
 
 
 def _collective(
     kind: str, part: int, ranks: int, device: torch.device, over: Transport
 ) -> Callable[[], object]:
-    """A call of the collective as programs make it; the whole tensor has ``part * ranks`` elements of f32."""
-    whole = torch.zeros(part * ranks, device=device)
+    """A call of the collective as programs make it; the full tensor has ``part * ranks`` elements of f32."""
+    full = torch.zeros(part * ranks, device=device)
     piece = torch.zeros(part, device=device)
     if kind == "send":
-        return lambda: over.pass_on(whole, torch.empty_like(whole))()
+        return lambda: over.pass_on(full, torch.empty_like(full))()
     if kind == "all_reduce":
-        return lambda: _arrived(*over.all_reduce(whole, "sum", own=True))
+        return lambda: _arrived(*over.all_reduce(full, "sum", own=True))
     if kind == "all_gather":
         return lambda: over.gather(piece)()
-    return lambda: _arrived(*over.scatter(whole))
+    return lambda: _arrived(*over.scatter(full))
 
 
 def _arrived(arriving: Arrival, finish: Finish) -> object:

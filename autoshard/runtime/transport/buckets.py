@@ -28,13 +28,13 @@ def in_one_kernel(xs: Sequence[torch.Tensor], wheres: Sequence[Where] = ()) -> b
 
 
 def filled(xs: Sequence[torch.Tensor], ways: int = 1) -> torch.Tensor:
-    """What is sent of whole tensors that ``ways`` ranks share by rows: for each, its rows of all of them."""
-    made: torch.Tensor = torch.ops.autoshard.bucket_pack(list(xs), ways, xs[0].dtype, 1.0)
-    return made.view(-1)
+    """What is sent of full tensors that ``ways`` ranks share by rows: for each, its rows of all of them."""
+    new: torch.Tensor = torch.ops.autoshard.bucket_pack(list(xs), ways, xs[0].dtype, 1.0)
+    return new.view(-1)
 
 
 def emptied(got: torch.Tensor, parts: Sequence[Sequence[int]], ways: int) -> list[torch.Tensor]:
-    """Whole tensors from what all ranks of an axis sent, one after the other. parts: shapes of one rank's."""
+    """Full tensors from what all ranks of an axis sent, one after the other. parts: shapes of one rank's."""
     sizes = [prod(shape) for shape in parts]
     flat: torch.Tensor = torch.ops.autoshard.bucket_unpack(got.view(ways, -1), sizes, got.dtype, 1.0)
     pieces = flat.split([ways * n for n in sizes])

@@ -100,13 +100,13 @@ class Channels:
         """Start sending or receiving into tensors."""
         if self.device.type != "cpu":
             return _batched([dist.P2POp(kind, x, *self._way(kind, m), tag=m.number) for m, x in messages])
-        found = []
+        result = []
         for message, x in messages:
             # gloo has no batches: making one would only take time
             work = kind(x, *self._way(kind, message), tag=message.number)
             assert work is not None
-            found.append(work)
-        return found
+            result.append(work)
+        return result
 
     def _way(self, kind: _Kind, message: StageSend) -> tuple[int, dist.ProcessGroup | None]:
         """The other rank, and the group to reach it in."""
@@ -116,11 +116,11 @@ class Channels:
 
 def _batched(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     """Start them, those of one group in one batch, which may give one work for all of it."""
-    found: dict[int, dist.Work] = {}
+    result: dict[int, dist.Work] = {}
     for group in dict.fromkeys(op.group for op in operations):
         places = [k for k, op in enumerate(operations) if op.group is group]
         works = list(dist.batch_isend_irecv([operations[k] for k in places]))
         if len(works) < len(places):
             works = [works[-1]] * len(places)
-        found.update(zip(places, works, strict=True))
-    return [found[k] for k in range(len(operations))]
+        result.update(zip(places, works, strict=True))
+    return [result[k] for k in range(len(operations))]

@@ -2,7 +2,7 @@
 
 The buffer of a bucket is
 
-    wire    all quantised tensors one after the other, each filled up with zeros to whole groups, as one wire
+    wire    all quantised tensors one after the other, each filled up with zeros to full groups, as one wire
             of `kernels.quant`: no group holds elements of two tensors, as a norm's weight of size 1 beside a
             matrix of size 0.02 would take its digits away
     bytes   the tensors that travel as they are (norms, biases), up to a multiple of 16 bytes
@@ -49,7 +49,7 @@ class Packing:
 
     @property
     def padded(self) -> tuple[int, ...]:
-        """Elements of each quantised tensor, filled up to whole groups."""
+        """Elements of each quantised tensor, filled up to full groups."""
         chosen = [n for n, q in zip(self.numels, self.quantised, strict=True) if q]
         return tuple(-(-n // self.group) * self.group for n in chosen)
 
@@ -112,7 +112,7 @@ def unpack(wires: torch.Tensor, how: Packing) -> list[torch.Tensor]:
 
 
 def joined(rows: torch.Tensor, shapes: Sequence[Sequence[int]], dim: int, outer: int) -> torch.Tensor:
-    """A whole tensor from its parts, the rows of [ways, numel], which have these shapes."""
+    """A full tensor from its parts, the rows of [ways, numel], which have these shapes."""
     sizes = [prod(shape) for shape in shapes]
     if dim == 0 and outer == 1 and rows.is_contiguous() and all(n == rows.shape[1] for n in sizes):
         return rows.view(len(shapes) * shapes[0][0], *shapes[0][1:])
@@ -146,5 +146,5 @@ def _in_order(
 ) -> list[torch.Tensor]:
     """The tensors of a bucket in its order, without what fills up groups; all [..., numel]."""
     first, second = iter(quantised), iter(exact)
-    made = [next(first) if chosen else next(second) for chosen in how.quantised]
-    return [x[..., :numel] for x, numel in zip(made, how.numels, strict=True)]
+    new = [next(first) if chosen else next(second) for chosen in how.quantised]
+    return [x[..., :numel] for x, numel in zip(new, how.numels, strict=True)]

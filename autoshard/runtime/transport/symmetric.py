@@ -25,8 +25,8 @@ def usable(xs: Sequence[torch.Tensor], dim: int, outer: int, group: str) -> bool
 def all_gather_mm(xs: Sequence[torch.Tensor], dim: int, group: str) -> list[torch.Tensor]:
     """x gathered along a dim, and its rows times every w. xs: (x, w, ...)."""
     x, *weights = xs
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, weights, dim, group, return_A=True)
-    return [whole.contiguous(), *(y.flatten(0, -2) for y in products)]
+    full, products = torch.ops.symm_mem.fused_all_gather_matmul(x, weights, dim, group, return_A=True)
+    return [full.contiguous(), *(y.flatten(0, -2) for y in products)]
 
 
 def mm_reduce_scatter(
@@ -36,5 +36,5 @@ def mm_reduce_scatter(
     left, right = xs
     lead = [n * ways if d == dim else n for d, n in enumerate(shape[:-1])]
     rows = left.reshape(*lead, left.shape[1])
-    found: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(rows, right, "sum", dim, group)
-    return found.contiguous()
+    result: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(rows, right, "sum", dim, group)
+    return result.contiguous()

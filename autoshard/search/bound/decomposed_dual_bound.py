@@ -1,7 +1,7 @@
 """A lower bound on the step of a configuration that was not solved, memory and parameters counted.
 
 For any price per byte and any exposure of overlaps, the least of seconds plus price times bytes, less the
-price of the whole budget, bounds every step that fits (duality, as in `search.solve.recompute_bound`). What
+price of the full budget, bounds every step that fits (duality, as in `search.solve.recompute_bound`). What
 is least falls into two parts that are looked at apart, which can only make it less: activations, the same for
 all meshes that divide layers alike (`search.bound.dual_function`), and parameters, class by class, by their
 lives on this mesh.

@@ -33,7 +33,7 @@ _WIDE, _MOST = 40_000_000, 40_000_000
 class DualRegime:
     """What a step does with microbatches and parameters, as far as floors tell it apart.
 
-    waits: whether gradients of parameters wait, as `zb-h1` has it. once: whether a gather for the whole step
+    waits: whether gradients of parameters wait, as `zb-h1` has it. once: whether a gather for the full step
     serves a single microbatch; of several, gradients are added up. copies: part of the parameters that a rank
     may have to hold for what it keeps gathered. tied: part of what gathers over axes inside layers take
     that counts.

@@ -1,7 +1,7 @@
 """Bounds on the step of a configuration from its own problem: parameters and activations together.
 
 As in `search.bound.decomposed_dual_bound`, for any price per byte and any exposure of overlaps the least of
-seconds plus price times bytes, less the price of the whole budget, is less than any step that fits takes.
+seconds plus price times bytes, less the price of the full budget, is less than any step that fits takes.
 Here one elimination finds the least over everything that is decided, so that nothing is lost but what duality
 loses.
 """

@@ -176,7 +176,7 @@ class MeshFamily:
     def proven(self, mesh: Mesh, batch: int) -> float:
         """Seconds that no step on a mesh without a pipeline goes below, 0 if another mesh was solved.
 
-        batch: sequences per data rank of the whole step. Several microbatches take no less than a single one
+        batch: sequences per data rank of the full step. Several microbatches take no less than a single one
         of all their sequences.
         """
         largest = self.ends[-1]

@@ -182,7 +182,7 @@ class _Bare:
 
     @property
     def least_bytes(self) -> float:
-        """Bytes that the whole model holds at least, but for what belongs to parameters."""
+        """Bytes that the full model holds at least, but for what belongs to parameters."""
         return self._shape.bytes(self.each)
 
     @cached_property

@@ -17,7 +17,7 @@ class Why(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """The reason of one decision.
 
     reason: in words. alternative: the next best choice, "" if there was no other. margin: seconds that
-    the whole step would lose with it, everything else being decided anew.
+    the full step would lose with it, everything else being decided anew.
     """
 
     reason: str
@@ -66,7 +66,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """Where a pipeline stage ends.
 
     call: number of a call of the forward pass. value: the stage ends with the op of that call that makes it,
-    "" to end with the whole call. label: the layer of the call, for readers.
+    "" to end with the full call. label: the layer of the call, for readers.
     """
 
     call: int
@@ -109,12 +109,12 @@ class Plan:
     of inputs and tangents. results: layout of outputs, by position in the joint results.
     why: reasons, under the same keys as text. warnings: things a reader should know. target: where the
     model came from. replicated: ops without a rule, which run replicated. microbatches: the graph is
-    one microbatch, and a step runs it so many times. batch: sequences of a microbatch over the whole mesh,
+    one microbatch, and a step runs it so many times. batch: sequences of a microbatch over the full mesh,
     0 if the model has no batch. order: the device of every rank, () if rank r has device r. recompute:
     forward segment -> what of it is recomputed in backward. pipeline: None for a single stage; the mesh is
     that of the ranks of one stage. offload: what it takes to be in host memory (see `offload.Offload`).
     step_fingerprint: of the graph that a program of several microbatches is stored with, whose losses add up
-    to those of the whole batch; "" where that is the graph the plan is for. precision: in which the model
+    to those of the full batch; "" where that is the graph the plan is for. precision: in which the model
     computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
     (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`). expert_chunks: in
     which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`).

@@ -344,7 +344,7 @@ class _Builder:
                 layouts_of.setdefault(ref, {}).update((s.inputs[position], None) for s in var.states)
         for out in set(graph.outputs):
             uses[out] = uses.get(out, 0) + 1
-        whole: Layout = (R,) * len(self.sizes)
+        full: Layout = (R,) * len(self.sizes)
         inputs = {value for value, _ in graph.inputs}
         for value, type_ in [
             *graph.inputs,
@@ -352,7 +352,7 @@ class _Builder:
         ]:
             if value not in inputs and uses.get(value, 0) < 2:
                 continue
-            layouts = tuple(dict.fromkeys([whole, *layouts_of.get(value, {})]))
+            layouts = tuple(dict.fromkeys([full, *layouts_of.get(value, {})]))
             if value not in inputs:
                 layouts = tuple(dict.fromkeys([*layouts, *self._produced(name, value)]))
             place = (name, value)
@@ -371,8 +371,8 @@ class _Builder:
         if kind.cheap or made not in self.kept.read:
             return kind, kind
         # selective recomputation starts from the smaller of the two, or from one that is saved anyway
-        again = kind._replace(segment=name, cheap=True)
-        return again if self.kept.read[made] else kind._replace(segment=name), again
+        repeated = kind._replace(segment=name, cheap=True)
+        return repeated if self.kept.read[made] else kind._replace(segment=name), repeated
 
     def _produced(self, name: str, value: str) -> list[Layout]:
         producer, position = self.producer[name, value]
@@ -616,8 +616,8 @@ class _Builder:
         variable = self.variables[target]
         assert isinstance(variable, ParamVar)
         maker, position = self.producer[grad]
-        whole = (R,) * len(self.sizes)
-        given = [self.axes.to_mesh(g or whole) for g in self._source_layouts(maker, position)]
+        full = (R,) * len(self.sizes)
+        given = [self.axes.to_mesh(g or full) for g in self._source_layouts(maker, position)]
         stored = [strategy.stored for strategy in variable.states]
         # a parameter may be stored in a larger shape than it is used in (see `search.problem.padded_params`)
         type_ = replace(self._type(grad), shape=group.first.type.shape)

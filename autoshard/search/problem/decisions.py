@@ -15,7 +15,7 @@ class ParamState:
     """How a parameter is stored and used.
 
     stored: between steps (and so its optimizer state). use: gathered for computing.
-    keep: whether the gathered copy stays for the whole step (ZeRO-1, ZeRO-2) or is gathered again for
+    keep: whether the gathered copy stays for the full step (ZeRO-1, ZeRO-2) or is regathered for
         every use (ZeRO-3); of no meaning when stored and use are the same.
     late: whether the gradient is added up as it is made and reduced once, in the last microbatch
         (ZeRO-1, and data parallelism), or reduced in each of them (ZeRO-2, ZeRO-3).

@@ -49,14 +49,14 @@ def bare_gather(
     if not any(inside):
         return 0.0
     goal = table.index[used]
-    whole, between = row.item(goal), table.hop.item(table.index[stored], goal)
+    full, between = row.item(goal), table.hop.item(table.index[stored], goal)
     if between == goal:
-        return whole
+        return full
     first = table.layouts[between]
     early = any(w and s != f for s, f, w in zip(stored, first, inside, strict=True))
     late = any(w and f != u for f, u, w in zip(first, used, inside, strict=True))
     before = row.item(between)
-    return (before if early else 0.0) + (whole - before if late else 0.0)
+    return (before if early else 0.0) + (full - before if late else 0.0)
 
 
 def reduce_chains(

@@ -26,13 +26,13 @@ def before_gradient_casts(folded: Folded, flow: Flow) -> frozenset[Place]:
         if node is not None and _widens(node, folded.segments[name])
         for ref in refs_of(node)
     ]
-    found: set[Place] = set()
+    result: set[Place] = set()
     while queue:
         place = queue.pop()
-        if place not in found and search.uses(place) == 1:
-            found.add(place)
+        if place not in result and search.uses(place) == 1:
+            result.add(place)
             queue += search.behind(place)
-    return frozenset(found)
+    return frozenset(result)
 
 
 def _widens(node: Node, graph: Graph) -> bool:

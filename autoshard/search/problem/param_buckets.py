@@ -20,7 +20,7 @@ class Shares:
     """Of one member of a class of parameters.
 
     gather: beside the other parameters of the segment that uses it, where it is most. reduce: beside the
-    other gradients of the segment that makes its own; reductions that leave it whole run once a step,
+    other gradients of the segment that makes its own; reductions that leave it full run once a step,
     `BUCKET_BYTES` at a time.
     """
 

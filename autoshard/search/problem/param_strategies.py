@@ -75,7 +75,7 @@ def strategies_of(
     sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.traffic
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
-        for u, on_mesh, whole in used:
+        for u, on_mesh, full in used:
             ways = table
             if not _direct(table, s, on_mesh):
                 # the program goes by no layout that is neither how it is stored nor how it is used
@@ -86,20 +86,20 @@ def strategies_of(
                 continue
             bare = bare_gather(s, on_mesh, row, ways, meanings)
             # what travels alone is copied if its own layouts need it, which the table has
-            copies = gather_copies(own, whole, bandwidth) if whole > own and share.other < 1 else 0.0
-            sums_up = trained and (whole > own or is_reduced(on_mesh, sizes, meanings))
-            packs = reduce_copies(whole, bandwidth) if sums_up else 0.0
-            for keep, late in _ways(gathered=whole > own, trained=trained):
+            copies = gather_copies(own, full, bandwidth) if full > own and share.other < 1 else 0.0
+            sums_up = trained and (full > own or is_reduced(on_mesh, sizes, meanings))
+            packs = reduce_copies(full, bandwidth) if sums_up else 0.0
+            for keep, late in _ways(gathered=full > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
                 gathers.append(once - bare)
                 inline.append(bare + copies)
                 packed.append(packs)
-                held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), recipe))
-                windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
-                sums.append(_sums(type_, own, whole, keep and late, len(group.ports), recipe))
-                adding.append((whole if keep and late else own) / width * added / bandwidth)
+                held.append(_bytes(type_, own, full * keep, trained, len(group.ports), recipe))
+                windows.append(min(len(group.ports), GATHERED) * full * (full > own and not keep))
+                sums.append(_sums(type_, own, full, keep and late, len(group.ports), recipe))
+                adding.append((full if keep and late else own) / width * added / bandwidth)
                 update = _update(type_, own, trained, recipe, bandwidth) + orthogonal
-                updates.append(update + _tie(type_, s, axes, whole > own))
+                updates.append(update + _tie(type_, s, axes, full > own))
     count = len(group.ports)
     costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))
     keeps = np.array([s.keep for s in states], dtype=bool)

@@ -40,7 +40,7 @@ def recomputed_chains(folded: Folded, flow: Flow, kept: SavedTerms) -> dict[Node
             read.setdefault(source, {}).setdefault(target, {})[taken] = value
         else:
             handed.add((source, value))
-    found: dict[NodeKey, RecomputedOp] = {}
+    result: dict[NodeKey, RecomputedOp] = {}
     for name, staying in kept.staying.items():
         graph = folded.segments[name]
         nodes = {k: node for k, node in enumerate(graph.nodes) if (name, k) in kept.full}
@@ -52,8 +52,8 @@ def recomputed_chains(folded: Folded, flow: Flow, kept: SavedTerms) -> dict[Node
             unmoved = frozenset[str]().union(*(j.inside | j.paid.get(node.outs, frozenset()) for j in joined))
             begun = any(node.outs in j.begun for j in joined)
             reads = sum(j.reads[node.name] for j in joined)
-            found[name, k] = RecomputedOp(lean.of_node(node), InKernel(unmoved, begun), reads)
-    return found
+            result[name, k] = RecomputedOp(lean.of_node(node), InKernel(unmoved, begun), reads)
+    return result
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Joined:
     @staticmethod
     def of(nodes: Mapping[int, Node], later: Graph, inputs: Mapping[str, str]) -> _Joined:
         """nodes: that are recomputed. inputs: of the segment of backward -> values of forward."""
-        made = {out for node in nodes.values() for out in node.outs}
+        new = {out for node in nodes.values() for out in node.outs}
         # forward and backward may use a name for two values
         names = {value: f"saved.{value}" for node in nodes.values() for value in (*refs_of(node), *node.outs)}
         taken = {inner: names[value] for inner, value in inputs.items() if value in names}
@@ -88,13 +88,13 @@ class _Joined:
             more = both.of_node(node).unmoved - alone.of_node(node).unmoved
             for name in more.intersection(refs_of(node)):
                 value = values.get(name, "")
-                if value in made:
+                if value in new:
                     reads[value] += 1
                     continue
                 for k, op in first.items():
                     if name in refs_of(op) and both.kernels.get(op.name) == both.kernels[node.name]:
                         paid.setdefault(nodes[k].outs, set()).add(value)
-        inside = frozenset(value for value in made if names[value] in both.inside)
+        inside = frozenset(value for value in new if names[value] in both.inside)
         kernels = {both.kernels[node.name] for node in rest if node.name in both.kernels}
         begun = frozenset(nodes[k].outs for k, op in first.items() if both.kernels.get(op.name) in kernels)
         return _Joined(inside, {outs: frozenset(each) for outs, each in paid.items()}, begun, reads)

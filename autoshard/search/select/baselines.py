@@ -81,7 +81,7 @@ def price_baselines(
     microbatch.
 
     Megatron-LM by the rules of Narayanan et al., SC'21, section 3: tensor parallelism inside a node, as
-    little of it as fits, activations between layers whole on every rank of it; where a whole node does not
+    little of it as fits, activations between layers whole on every rank of it; where a full node does not
     do, as few pipeline stages as fit, by 1F1B, interleaved or not. state: bytes of parameters with their
     gradients and optimizer, nothing of it divided. plain: prices of what our programs can
     store; sharded: of what FSDP2 stores (`search.problem.padded_params`). meshes: meshes that were searched.

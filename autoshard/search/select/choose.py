@@ -231,16 +231,16 @@ class _Search:
         divides none, as the best of those of a middling depth."""
         first = ranked.first() if groups else None
         ways = 1 if first is None else _expert_ways(first.configuration.mesh)
-        found: list[Estimated] = []
+        result: list[Estimated] = []
         if ways == 1 and groups:
             each = sorted({data_ways(g[0].mesh) for g in groups})
-            found = self._best_division([g for g in groups if data_ways(g[0].mesh) == each[len(each) // 2]])
-            best = CandidateQueue(found).first()
+            result = self._best_division([g for g in groups if data_ways(g[0].mesh) == each[len(each) // 2]])
+            best = CandidateQueue(result).first()
             ways = 1 if best is None else _expert_ways(best.configuration.mesh)
         alike = sorted(
             (g for g in groups if _expert_ways(g[0].mesh) == ways), key=lambda g: data_ways(g[0].mesh)
         )
-        once = {e.configuration: e for e in (*found, *self._downhill(alike))}
+        once = {e.configuration: e for e in (*result, *self._downhill(alike))}
         return list(once.values())
 
     def _downhill(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
@@ -271,18 +271,18 @@ class _Search:
         does not divide over: those that split layers least, then further as long as that helps or they are
         about as fast as the best. unsplit: the best that does not split layers; best: of all already known.
         """
-        found: list[Estimated] = []
+        result: list[Estimated] = []
         before, least = (inf if one is None else one.seconds for one in (unsplit, best))
         for group in sorted(groups, key=lambda g: _ways_inside(g[0].mesh)):
             queue = CandidateQueue(self._ranked(group))
             first = queue.first()
-            found.extend(queue)
+            result.extend(queue)
             if first is None:
                 continue
             if first.seconds >= before and first.seconds > _ABOUT * least:
                 break
             before, least = first.seconds, min(least, first.seconds)
-        return found
+        return result
 
     def _ranked(self, group: tuple[Staged, ...]) -> list[Estimated]:
         """The configurations of one shape."""

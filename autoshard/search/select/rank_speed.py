@@ -15,7 +15,7 @@ _ALONE = Mesh((Axis("dp", 1),))
 
 
 class RankSpeeds:
-    """Seconds of the whole model on single devices of a cluster, each worked out once."""
+    """Seconds of the full model on single devices of a cluster, each worked out once."""
 
     def __init__(self, model: Model, cluster: Cluster, setting: StepConfig) -> None:
         self._model, self._setting, self._bound = model, setting, cluster.device

@@ -260,8 +260,8 @@ class CandidateSolver:
         except InfeasibleNetwork:
             return solution, seconds
         tried = replace(solution, placements=replace(placements, lower_bound=solution.placements.lower_bound))
-        found = self.evaluated(tried)
-        return (tried, found) if found < seconds else (solution, seconds)
+        result = self.evaluated(tried)
+        return (tried, result) if result < seconds else (solution, seconds)
 
     def _placed(self, formulated: ShardingProblem, setting: StepConfig) -> PlacementSolution:
         """Placements that fit, with the least work."""

@@ -109,7 +109,7 @@ def run_tactics(
 ) -> tuple[ShardingProblem, PlacementSolution, tuple[Stage, ...]]:
     """Apply tactics in order; solve: (problem, whether it is the last) -> its placements.
 
-    pins: that hold from the start, on each axis as soon as it is in play. order: of the ranks of the whole
+    pins: that hold from the start, on each axis as soon as it is in play. order: of the ranks of the full
     mesh on devices. Raises UsageError if a pin cannot hold.
     """
     stages: list[Stage] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.stage_machines import whole_mesh
+from autoshard.cost.stage_machines import full_mesh
 from autoshard.search.problem.problem import Model, batch_of
 from autoshard.search.solve.configuration import data_ways
 from autoshard.search.solve.formulate import layer_calls
@@ -37,13 +37,13 @@ def tied_bytes(model: Model) -> float:
 
 def traffic_of(model: Model, inner: Mesh, ranks: int, total: int) -> dict[str, float]:
     """Bytes per step of every axis on one rank of a pipeline. total: sequences of a step."""
-    whole, ways = whole_mesh(inner, ranks), data_ways(inner)
+    full, ways = full_mesh(inner, ranks), data_ways(inner)
     handed = between_layers(model) * total / ways
     layers = sum(layer_calls(model.folded).values()) / ranks
     stored = sum(len(group.ports) * group.first.type.nbytes for group in model.flow.classes.values())
     held = stored / ranks / (inner.world_size // ways)
     traffic = {}
-    for axis in whole.axes:
+    for axis in full.axes:
         if axis.name == "pp":
             traffic[axis.name] = 2 * handed / (inner.world_size // ways)
         elif axis.meaning.splits_batch:

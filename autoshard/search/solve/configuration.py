@@ -14,7 +14,7 @@ from autoshard.search.solve.pipeline_model import Pipe
 
 @dataclass(frozen=True)
 class Configuration:
-    """A mesh and a number of microbatches. batch: sequences of one microbatch over the whole mesh.
+    """A mesh and a number of microbatches. batch: sequences of one microbatch over the full mesh.
 
     pipe: the pipeline, each of whose ranks is such a mesh.
     """
@@ -98,7 +98,7 @@ class Staged:
 
 
 def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
-    """Sequences per microbatch over the whole mesh that divide the global batch evenly."""
+    """Sequences per microbatch over the full mesh that divide the global batch evenly."""
     ways = data_ways(mesh)
     if total % ways:
         return []

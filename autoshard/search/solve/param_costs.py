@@ -95,8 +95,8 @@ def _parameters(
         width = DTYPES[type_.dtype][1]
         rows.append((len(group.ports), min(wholes), base, split, width, phases, max(wholes)))
     table = np.array(rows, dtype=np.float64).reshape(-1, 7)
-    count, whole, base_, split_, widths, both, most = table.T
-    return Parameters(count, whole, base_, split_, widths, both, most, tuple(shapes), tuple(shares))
+    count, full, base_, split_, widths, both, most = table.T
+    return Parameters(count, full, base_, split_, widths, both, most, tuple(shapes), tuple(shares))
 
 
 def _trained(formulated: ShardingProblem) -> Iterator[tuple[int, ParamVar, PortClass, int]]:
@@ -134,9 +134,9 @@ def added_by_use(formulated: ShardingProblem) -> dict[int, ParamUseCosts]:
         used = {u: prices.ops.local_bytes(type_, u, axes.sizes) for u in {s.use for s in variable.states}}
         lays = {s.stored: _off_data(s.stored, formulated) for s in variable.states}
         kept = {s: prices.params.local_bytes(type_, lay, axes.mesh_sizes) for s, lay in lays.items()}
-        whole = np.array([used[s.use] for s in variable.states])
+        full = np.array([used[s.use] for s in variable.states])
         base = np.array([kept[s.stored] for s in variable.states])
-        larger = whole > MORE * base
+        larger = full > MORE * base
         if not larger.any() or not inner:
             continue
         share = formulated.model.shares[variable.place].gather.of("all_gather")
@@ -147,7 +147,7 @@ def added_by_use(formulated: ShardingProblem) -> dict[int, ParamUseCosts]:
         gather = np.where(larger, [count * took[used[s.use]] for s in variable.states], 0.0)
         keep = np.array([s.keep for s in variable.states], dtype=bool)
         late = np.array([s.keep and s.late for s in variable.states], dtype=bool)
-        width, more = DTYPES[type_.dtype][1], count * (whole - whole.min())
+        width, more = DTYPES[type_.dtype][1], count * (full - full.min())
         sums = np.where(late, more / width * prices.recipe.sum_bytes(width), 0.0)
         costs[number] = ParamUseCosts(keep, gather, phases * gather, more, sums)
     return costs
@@ -294,7 +294,7 @@ class Zero:
         packed = np.where(sums_up & (gathered | (not given.least)), self._packed, 0.0)
         if not gathered.any() and not given.least:
             return [StrategyCosts({**fixed, **last, Time("once"): packed}, _held(state, sums))]
-        (gather, bare), whole = sharded(self._gather), given.count * given.whole
+        (gather, bare), full = sharded(self._gather), given.count * given.whole
         unpacked = np.where(gathered & self._shared, gather_copies(own, given.whole, self.traffic), 0.0)
         bare = bare + given.count * unpacked
         copies = np.where(gathered, given.whole, 0.0)
@@ -303,9 +303,9 @@ class Zero:
         first, each = {Time("first"): gather}, {Time("reduce", True): reduce}
         ahead = {Time("gather"): gather, Time("gather", True): gather * both, Time("inline"): bare}
         held = state + given.count * copies
-        more = np.where(gathered, whole / given.width - elements, 0.0)
-        whole_sums = more * self._summed
-        whole_adding = adding + more * self._added / self.traffic
+        more = np.where(gathered, full / given.width - elements, 0.0)
+        full_sums = more * self._summed
+        full_adding = adding + more * self._added / self.traffic
         return [
             StrategyCosts(
                 {**fixed, **ahead, **each, Time("inline", True): bare * both + packed},
@@ -316,8 +316,8 @@ class Zero:
                 _held(held, sums),
             ),
             StrategyCosts(
-                {**fixed, **first, **last, Time("sum"): whole_adding, Time("once"): bare + packed},
-                _held(held, sums + whole_sums),
+                {**fixed, **first, **last, Time("sum"): full_adding, Time("once"): bare + packed},
+                _held(held, sums + full_sums),
             ),
         ]
 

@@ -90,12 +90,12 @@ class Pipe:
         return self.spec.filling(self._size(microbatches))
 
     def in_flight(self, microbatches: int) -> float:
-        """Microbatches that the rank which holds most of them keeps for backward, in whole stages' worth."""
+        """Microbatches that the rank which holds most of them keeps for backward, in full stages' worth."""
         return 1.0 if self.ranks == 1 else self.spec.in_flight(self._size(microbatches))
 
     def waiting(self, microbatches: int) -> tuple[float, float]:
         """(microbatches of which only gradients of parameters are still to be made, and others that are in
-        flight then), in whole stages' worth, on the rank with most of the first."""
+        flight then), in full stages' worth, on the rank with most of the first."""
         if not self.splits_backward:
             return 0.0, self.in_flight(microbatches)
         if self.chunks == 1:

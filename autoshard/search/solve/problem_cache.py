@@ -10,7 +10,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.stage_machines import kinds_of, whole_mesh
+from autoshard.cost.stage_machines import full_mesh, kinds_of
 from autoshard.errors import BatchError
 from autoshard.ir.placement import Layout
 from autoshard.search.problem.pins import Pin
@@ -118,10 +118,10 @@ class ProblemCache:
             return None
         if mesh not in self._orders:
             ranks = self.prices.ranks(mesh)
-            whole = whole_mesh(mesh, ranks)
-            self.progress(f"assigning ranks of {whole} to devices")
+            full = full_mesh(mesh, ranks)
+            self.progress(f"assigning ranks of {full} to devices")
             traffic = None if ranks == 1 else traffic_of(self.model, mesh, ranks, self.total)
-            self._orders[mesh] = assign_ranks(whole, links, traffic, kinds=kinds_of(self.cluster))
+            self._orders[mesh] = assign_ranks(full, links, traffic, kinds=kinds_of(self.cluster))
         return self._orders[mesh]
 
     def scales_to(self, batch: int) -> bool:

@@ -77,7 +77,7 @@ class StepConfig:
 
     @cached_property
     def flight(self) -> float:
-        """How much of what one microbatch keeps in the whole model the fullest rank holds."""
+        """How much of what one microbatch keeps in the full model the fullest rank holds."""
         return self.pipe.in_flight(self.microbatches) / self.pipe.ranks
 
     @cached_property

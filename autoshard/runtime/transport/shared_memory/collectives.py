@@ -42,9 +42,9 @@ class SharedMemory:
 
         def joined() -> Any:
             seen = arriving()
-            made = join(self._in_order(posted.lies, seen))
+            new = join(self._in_order(posted.lies, seen))
             self._finished(posted, seen)
-            return made
+            return new
 
         return joined
 

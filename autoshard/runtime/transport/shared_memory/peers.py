@@ -152,11 +152,11 @@ class Neighbours:
     def _taken(self, nbytes: int) -> tuple[ArenaBlock, memoryview]:
         while self._dropped:
             self._let_go(self._dropped.popleft())
-        found = self._arena.free(nbytes)
-        if found is None:
+        result = self._arena.free(nbytes)
+        if result is None:
             self._take_in(0.0)
-            found = self._arena.free(nbytes)
-        block = found or self._arena.new(nbytes)
+            result = self._arena.free(nbytes)
+        block = result or self._arena.new(nbytes)
         return block, self._arena.mapped.lease(block.offset, nbytes)
 
     # -- what it reads -------------------------------------------------------------------------------
