@@ -280,10 +280,16 @@ class PlanningRequest:
             else:
                 break  # the plan before stands, and its device says that it does not fit
         fits = result.device is None or not result.device.missing
-        for chunked in request._with_expert_chunks(result) if fits else ():
-            on_device = self._on_device(chunked)
-            if on_device.device is None or not on_device.device.missing:
-                result = on_device
+        for faster in request._with_expert_chunks(result) if fits else ():
+            chunked, smaller = self._on_device(faster), request
+            held = request.memory or self.memory
+            if held and chunked.device is not None and chunked.device.missing and not self.options.memory:
+                smaller = replace(request, memory=held - chunked.device.missing)
+                assert faster.source is not None
+                smaller_plan = smaller._in_expert_chunks(result, faster.source.expert_chunks)
+                chunked = chunked if smaller_plan is None else self._on_device(smaller_plan)
+            if chunked.device is None or not chunked.device.missing:
+                result, request = chunked, smaller
                 break
         if request.memory == self.memory:
             return result
@@ -308,26 +314,37 @@ class PlanningRequest:
     def _with_expert_chunks(self, planned: Planned) -> list[Planned]:
         """Plans on the same mesh with the tokens of its experts in chunks, of which each is faster than the
         next and the last faster than this one, by their programs; the options may say in how many."""
-        source, plan = planned.source, planned.plan
+        source = planned.source
         assert source is not None
         if self.options.expert_chunks or source.expert_chunks > 1 or not _exchanges(planned):
             return []
+        best = [planned]
+        for chunks in _EXPERT_CHUNKS:
+            result = self._in_expert_chunks(planned, chunks)
+            if result is None or _step_of(result) >= (1 - _WORTH) * _step_of(best[0]):
+                break
+            best.insert(0, result)
+        return best[:-1]
+
+    def _in_expert_chunks(self, planned: Planned, chunks: int) -> Planned | None:
+        """A plan on the same mesh with the tokens of experts in so many chunks; None if sequences do not
+        divide, none fits, or it is no faster."""
+        source, plan = planned.source, planned.plan
+        assert source is not None
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
         meshes = _same_as(self._candidates(planned.analysis), planned)
-        best = [planned]
-        for chunks in _EXPERT_CHUNKS:
-            self.progress(f"planning with the tokens of experts in {chunks} chunks")
-            chunked = replace(source, expert_chunks=chunks)
-            with suppress(UsageError, InfeasibleError):  # sequences that do not divide, or more memory
-                analysis = chunked.analysed_from(planned.analysis.captured, self.progress)
-                result = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
-                if _step_of(result) < (1 - _WORTH) * _step_of(best[0]):
-                    warnings = tuple(dict.fromkeys((*result.plan.warnings, *plan.warnings)))
-                    best.insert(0, replace(result, plan=replace(result.plan, warnings=warnings)))
-                    continue
-            break
-        return best[:-1]
+        self.progress(f"planning with the tokens of experts in {chunks} chunks")
+        chunked = replace(source, expert_chunks=chunks)
+        try:
+            analysis = chunked.analysed_from(planned.analysis.captured, self.progress)
+            result = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
+        except (UsageError, InfeasibleError):
+            return None
+        if _step_of(result) >= (1 - _WORTH) * _step_of(planned):
+            return None
+        warnings = tuple(dict.fromkeys((*result.plan.warnings, *plan.warnings)))
+        return replace(result, plan=replace(result.plan, warnings=warnings))
 
     def planned_from(self, source: Source, analysis: Analysis, searches: Searches | None = None) -> Planned:
         """The same, of a source that was captured and analysed already. searches: before this one.

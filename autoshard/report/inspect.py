@@ -188,10 +188,10 @@ def _segment_head(program: Program, name: str) -> list[str]:
 def _columns(
     estimator: Estimator, segment: LoweredSegment, notes: Sequence[NodeNote]
 ) -> tuple[NodeNote, ...]:
-    """Notes whose reason is preceded by time and payload."""
-    values = segment.placed()
+    """Notes whose reason is preceded by time, in a fused kernel its part of it, and payload."""
+    values, name = segment.placed(), segment.graph.name
     return tuple(
-        replace(note, why=_row(estimator.node(node, values), note.why))
+        replace(note, why=_row(estimator.node(node, values, estimator.kernel(name, node)), note.why))
         for node, note in zip(segment.graph.nodes, notes, strict=True)
     )
 
@@ -353,7 +353,7 @@ def _segment_json(program: Program, shown: Program, estimator: Estimator, name: 
                 ],
                 "op": node.op,
                 "inputs": list(refs_of(node)),
-                "seconds": estimator.node(full, values).seconds,
+                "seconds": estimator.node(full, values, estimator.kernel(name, full)).seconds,
                 "is_collective": is_message(node),
                 "module": note.fqn,
                 "source": note.source,
