@@ -22,7 +22,7 @@ from autoshard.planner.compiling import compile_analysed, ranks_of, request_of
 from autoshard.planner.length_plans import LengthPlans, LengthShare, most_frequent, resized_inputs
 from autoshard.planner.length_range import LengthRange, RangePlan
 from autoshard.planner.lowering import full_mesh
-from autoshard.planner.planning import Planned, Progress, Source
+from autoshard.planner.planning import Planned, Progress, Source, options_of
 from autoshard.program.program import Program
 from autoshard.program.store import folder_for, load_program, save_program
 from autoshard.rules.user import Rules
@@ -219,14 +219,8 @@ def load(
     known = plan.cluster if plan.cluster in catalog_names() else None
     ranks = CompilingRanks.of(devices)
     where = full_mesh(Mesh.parse(plan.mesh), plan)
-    options = PlanOptions(
-        precision=plan.precision,
-        tile_rows=plan.tile_rows or None,
-        products=plan.products,
-        expert_chunks=plan.expert_chunks,
-    )
     passes = PassOptions(codegen=program.codegen, cuda_graphs=graphs)
-    compiler = ModelCompiler(where, known, options, passes, rules, ranks)
+    compiler = ModelCompiler(where, known, options_of(plan), passes, rules, ranks)
     captured = compiler.of_stored(program, uncompiled(model))
     return cast(M, bind(program, model, devices, seed=seed, captured=captured))
 

@@ -85,7 +85,7 @@ class Opener:
         """
         from autoshard.cluster import load_cluster
         from autoshard.interop.targets import build, load_rules
-        from autoshard.planner.planning import Planned, Source
+        from autoshard.planner.planning import Planned, Source, options_of
         from autoshard.runtime.arguments import split_inputs
 
         if not request.target:
@@ -95,12 +95,11 @@ class Opener:
                 hint="plan the model with `autoshard plan TARGET ... -o DIR`",
             )
         sizes = _sizes(plan, request)
-        rewritten = (bool(plan.replicated), plan.tile_rows, plan.products, plan.expert_chunks)
-        key = (request.target, *sorted(sizes.items()), *rewritten)
+        rules = self.rules or (Path(request.rules) if request.rules else None)
+        key = (request.target, *sorted(sizes.items()), rules, options_of(plan))
         machine = cluster or load_cluster(plan.cluster)
         if key not in self._cache:
-            path = self.rules or (Path(request.rules) if request.rules else None)
-            custom_rules = load_rules(path)
+            custom_rules = load_rules(rules)
             self.say(f"building {request.target}")
             built = build(request.target, batch=sizes.get("batch"), seq=sizes.get("seq"))
             args, kwargs = split_inputs(built.inputs)

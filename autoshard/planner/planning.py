@@ -57,6 +57,18 @@ MOST_REPLANS = 3
 _EXPERT_CHUNKS, _WORTH = (2, 4), 5e-3
 
 
+def options_of(plan: Plan) -> PlanOptions:
+    """What a plan says of how its model was captured."""
+    return PlanOptions(
+        replicate_unknown=bool(plan.replicated),
+        differentiate="all" if plan.differentiate == "all" else "auto",
+        precision=plan.precision,
+        tile_rows=plan.tile_rows or None,
+        products=plan.products,
+        expert_chunks=plan.expert_chunks,
+    )
+
+
 @dataclass(frozen=True)
 class Source:
     """A model with the arguments and rules it was captured with.
@@ -102,17 +114,7 @@ class Source:
         model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, rules: Rules
     ) -> Source:
         """A model as it was captured for a plan. rules: of the user's, again."""
-        return Source(
-            model,
-            args,
-            kwargs,
-            bool(plan.replicated),
-            rules,
-            precision=plan.precision,
-            tile_rows=plan.tile_rows,
-            products=plan.products,
-            expert_chunks=plan.expert_chunks,
-        )
+        return Source.of_options(model, args, kwargs, options_of(plan), rules)
 
     def analysed(self, say: Progress) -> Analysis:
         """Capture the model and find its rules."""
@@ -469,6 +471,7 @@ class PlanningRequest:
                 tile_rows=source.tile_rows,
                 products=source.products,
                 expert_chunks=source.expert_chunks,
+                differentiate=source.differentiate,
             ),
         )
 

@@ -112,3 +112,38 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["version"] == 2 and found["identical"] is False and found["parameters"]
     assert len(invoke(a, b, "--all").stdout.splitlines()) >= len(result.stdout.splitlines())
     assert invoke(a, str(tmp_path)).exit_code == 2
+
+
+TWO_OUTPUTS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return self.last(h).pow(2).mean(), h
+
+
+def make():
+    return Net(), (torch.randn(4, 8),)
+"""
+
+
+def test_plans_of_one_model_captured_in_several_ways(tmp_path: Path) -> None:
+    """Each is opened as it was captured: in its precision, and with gradients of the outputs it says."""
+    (tmp_path / "net.py").write_text(TWO_OUTPUTS)
+    runner, folders = CliRunner(), []
+    for name, words in (("plain", ""), ("narrow", "--precision bf16"), ("all", "--differentiate all")):
+        folders.append(str(tmp_path / name))
+        made = f"plan {tmp_path}/net.py:make --mesh dp=2 -o {folders[-1]} {words}"
+        assert runner.invoke(app, made.split()).exit_code == 0
+    plain, narrow, both = folders
+    for other, word in ((narrow, "parameters"), (both, "identical")):
+        compared = runner.invoke(app, ["diff", plain, other])
+        assert compared.exit_code == 0 and word in compared.stdout, compared.output
+    assert runner.invoke(app, ["explain", both, "first.weight"]).exit_code == 0

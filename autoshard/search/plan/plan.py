@@ -117,7 +117,8 @@ class Plan:
     to those of the full batch; "" where that is the graph the plan is for. precision: in which the model
     computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
     (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`). expert_chunks: in
-    which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`).
+    which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`). differentiate:
+    of which outputs there are gradients (`PlanOptions.differentiate`).
     """
 
     mesh: str
@@ -145,6 +146,7 @@ class Plan:
     tile_rows: int = 0
     products: str = ""
     expert_chunks: int = 1
+    differentiate: str = "auto"
 
     @property
     def moves_apart(self) -> bool:
