@@ -58,6 +58,10 @@ def compile_command(
                 raise UsageError(
                     "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
                 )
+            if (Path(target) / "plan.json").is_file():
+                raise UsageError(
+                    f"{target} is a plan folder", hint=f"autoshard compile --plan {target} -o {out}"
+                )
             inputs = batch_options(target, batch, options.global_batch, seq)
             plans = make_plans(target, mesh, cluster, inputs, options, rules, say, also)
             programs = [api.compile_analysed(planned, say, passes) for planned in plans]
@@ -95,7 +99,7 @@ def _from_plan(
 
     stored, request = read_plan(folder)
     inputs = dict(request.inputs)
-    custom_rules = load_rules(rules)
+    custom_rules = load_rules(rules or (Path(request.rules) if request.rules else None))
     say(f"building {request.target}")
     built = build(request.target, batch=inputs.get("batch"), seq=inputs.get("seq"))
     compiled = api.compile(

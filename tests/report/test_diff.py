@@ -147,3 +147,7 @@ def test_plans_of_one_model_captured_in_several_ways(tmp_path: Path) -> None:
         compared = runner.invoke(app, ["diff", plain, other])
         assert compared.exit_code == 0 and word in compared.stdout, compared.output
     assert runner.invoke(app, ["explain", both, "first.weight"]).exit_code == 0
+    program = str(tmp_path / "program")
+    refused = runner.invoke(app, ["compile", both, "-o", program])
+    assert refused.exit_code == 2 and f"compile --plan {both}" in refused.stderr
+    assert runner.invoke(app, ["compile", "--plan", both, "-o", program]).exit_code == 0
