@@ -33,7 +33,7 @@ from autoshard.search.select.choose import retuned
 from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import Configuration, alike, stored_ways
 from autoshard.search.solve.memory_text import bytes_up
-from autoshard.search.solve.step_config import StepConfig
+from autoshard.search.solve.step_config import StepConfig, least_state
 from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.saved_for_backward import ResidentBytes
@@ -157,6 +157,7 @@ class MemoryFitter:
         self._host_full = None
         if self.failed >= _BY_FAR and (self.request.budget or inf) < self._least_over < inf:
             raise self._failure(solution, None, self._least_over)
+        self._check_state(solution)
         over, fit = self._over(solution)
         if fit is not None and over <= 0:
             return fit
@@ -212,12 +213,32 @@ class MemoryFitter:
             return best
         if slower is not None:
             return MemoryFit(slower)
-        config = solution.configuration
-        self.failed += 1
+        self._count(solution.configuration)
         if self.offload.activations:  # of which the search does not know how much may wait in host memory
             self._least_over = min(self._least_over, *(bytes_ for _, bytes_ in measured))
-        self._failed[alike(config)] = max(stored_ways(config.mesh), self._failed.get(alike(config), 0))
         raise self._host_full or self._failure(solution, first, measured[0][1])
+
+    def _check_state(self, solution: CandidateSolution) -> None:
+        """Raise InfeasibleError if the memory does not even hold the least state of a configuration. With
+        activations in host memory the search is given more than the memory, and does not see that."""
+        budget, memory = self.request.budget, self.cluster.device.memory_bytes
+        larger = any(group.device.memory_bytes > memory for group in self.cluster.groups)
+        if budget is None or self.offload != Offload(activations=True) or larger:
+            return
+        least = least_state(solution.formulated.problem.terms, solution.placements.setting)
+        if least > budget:
+            self._count(solution.configuration)
+            failure = InfeasibleError(
+                f"no plan for {solution.configuration.name} fits {bytes_up(budget)} per rank",
+                why=f"parameters, gradients and optimizer alone hold {bytes_up(least)} on the fullest rank",
+            )
+            failure.smallest_bytes = least
+            raise failure
+
+    def _count(self, config: Configuration) -> None:
+        """Note a configuration of which nothing fits: nothing fits of others like it that store no less."""
+        self.failed += 1
+        self._failed[alike(config)] = max(stored_ways(config.mesh), self._failed.get(alike(config), 0))
 
     def _less(self, share: float, over: float, tried: CandidateSolution) -> float:
         """The share of the memory to try after one with which so many bytes are missing."""

@@ -11,15 +11,17 @@ from typing import cast
 import pytest
 from planned import analysed
 
-from autoshard.cluster import Mesh, load_cluster
+from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.ir.offload import Offload
 from autoshard.planner import host_memory
+from autoshard.planner.analysis import Analysis
 from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.select.choose import choose
 from autoshard.search.select.request import SearchRequest
+from autoshard.search.solve.step_config import least_state
 from autoshard.simulate.stage_costs import StagePrices
 
 
@@ -41,19 +43,30 @@ def test_states_that_no_host_holds_are_refused_at_once() -> None:
     assert "16 ranks fill 2 nodes" in (caught.value.why or "") and not said
 
 
-def test_what_is_too_large_with_all_activations_away_speaks_for_what_stores_no_less() -> None:
-    """Those like it are neither solved nor made programs, unless parameters may go over more ranks."""
-    analysis, machine = analysed("gpt2"), load_cluster("h100-dgx")
-    found = choose(analysis.model, [Mesh.parse("fsdp=4")], machine)
-    said: list[str] = []
-    fitter = MemoryFitter(
+def _fitter(analysis: Analysis, machine: Cluster, budget: int, said: list[str]) -> MemoryFitter:
+    return MemoryFitter(
         analysis,
         machine,
-        SearchRequest(budget=50_000),
+        SearchRequest(budget=budget),
         fixed=False,
         progress=said.append,
         offload=Offload.parse("activations"),
     )
+
+
+def test_what_is_too_large_with_all_activations_away_speaks_for_what_stores_no_less() -> None:
+    """Those like it are neither solved nor made programs, unless parameters may go over more ranks."""
+    analysis, machine = analysed("gpt2"), load_cluster("h100-dgx")
+    found = choose(analysis.model, [Mesh.parse("fsdp=4")], machine)
+    state = least_state(found.formulated.problem.terms, found.placements.setting)
+    said: list[str] = []
+    alone = _fitter(analysis, machine, int(state) - 1, said)
+    with pytest.raises(InfeasibleError, match="fits") as caught:
+        alone.fit(found)
+    assert "optimizer alone hold" in (caught.value.why or "") and not said
+    assert alone.beyond(found.configuration, found.placements.setting) == inf
+    budget = int(1.01 * state)
+    fitter = _fitter(analysis, machine, budget, said)
     config, setting = found.configuration, found.placements.setting
     assert fitter.beyond(config, setting) == 0.0
     with pytest.raises(InfeasibleError) as first:
@@ -65,7 +78,7 @@ def test_what_is_too_large_with_all_activations_away_speaks_for_what_stores_no_l
     said.clear()
     with pytest.raises(InfeasibleError, match=r"programs like it hold|at its simulated peak") as again:
         fitter.fit(replace(found, placements=replace(found.placements)))
-    assert not said and 50_000 < again.value.smallest_bytes <= first.value.smallest_bytes
+    assert not said and budget < again.value.smallest_bytes <= first.value.smallest_bytes
 
 
 @pytest.mark.parametrize("bend", [0.5, 1.0, 3.0])

@@ -264,6 +264,16 @@ class StepConfig:
         return replace(self, pipe=replace(self.pipe, schedule="1f1b", chunks=1))
 
 
+def least_state(terms: CostTerms, setting: StepConfig) -> float:
+    """Bytes of parameters, gradients and optimizer per rank that no placements go below."""
+    of_variable: dict[int, Array] = {}
+    for key, table in terms.bytes.items():
+        weight = setting.bytes_weight(key) if key.kind in OF_STATE else 0.0
+        for variable, held in table.items() if weight else ():
+            of_variable[variable] = of_variable.get(variable, 0.0) + weight * held
+    return sum(float(held.min()) for held in of_variable.values())
+
+
 #: bytes that belong to parameters
 OF_STATE: tuple[ByteKind, ...] = ("state", "window", "sums")
 #: share of the computing of backward that makes gradients of parameters, where each op has two to make
