@@ -58,7 +58,7 @@ def compile_command(
                 raise UsageError(
                     "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
                 )
-            if (Path(target) / "plan.json").is_file():
+            if (Path(target) / "request.json").is_file():
                 raise UsageError(
                     f"{target} is a plan folder", hint=f"autoshard compile --plan {target} -o {out}"
                 )

@@ -1,4 +1,9 @@
-"""FusedKernels of elementwise ops and row sums that a compiler makes one kernel of each."""
+"""Chains of elementwise ops and sums over rows, each of which a compiler makes one kernel of.
+
+As Inductor does: ops are fused along their values, and with others that read the same rows, unless a product,
+a collective or attention stands between them; what ends up in one kernel is read once, and written only where
+others need it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,7 @@ class FusedKernels:
     ) -> FusedKernels:
         """nodes, outputs: of a graph. dropped: outputs and inputs that no kernel keeps, though the program
         does."""
-        return _Fusing(nodes, outputs, dropped).chains()
+        return _Fusing(nodes, outputs, dropped).kernels()
 
     def beside(self, nodes: Sequence[Node], value: str) -> tuple[str, ...]:
         """The ops of the kernel that makes a value, in order, by their first results; () if it is alone."""
@@ -120,7 +125,7 @@ class _Fusing:
                 result[number] = min(result[user] for user in users)
         return result
 
-    def chains(self) -> FusedKernels:
+    def kernels(self) -> FusedKernels:
         inside = {name for name in self.makers if self._is_inside(name)}
         inside |= {name for name in self.dropped if name not in self.makers}
         kernels = self._kernels()
@@ -131,21 +136,21 @@ class _Fusing:
         for number, kernel in kernels.items():
             node = self.nodes[number]
             refs = dict.fromkeys(refs_of(node))
-            more = {r for r in refs if any((kernel, name) in reached for name in self._wholes(r))}
+            more = {r for r in refs if any((kernel, name) in reached for name in self._spans(r))}
             if more:
                 shared[node.outs] = frozenset(more)
             if kernel in begun:
                 joined.add(node.outs)
             elif any(v not in more and self.alias.get(v, v) not in inside for v in (*refs, *node.outs)):
                 begun.add(kernel)
-            reached.update((kernel, next(self._wholes(name))) for name in (*refs, *node.outs))
+            reached.update((kernel, next(self._spans(name))) for name in (*refs, *node.outs))
         views = {a for a, root in self.alias.items() if root in inside}
         numbers = {out: k for n, k in kernels.items() for out in self.nodes[n].outs}
         numbers |= {a: numbers[root] for a, root in self.alias.items() if root in numbers}
         return FusedKernels(frozenset(inside | views), shared, numbers, frozenset(joined))
 
-    def _wholes(self, name: str) -> Iterator[str]:
-        """The first of its elements that a value is a view of, and what that is a part of."""
+    def _spans(self, name: str) -> Iterator[str]:
+        """The value or the part of one that a view looks at, then what that is a part of, and so on."""
         while name in self.viewed:
             source, all_of_it = self.viewed[name]
             if not all_of_it:
@@ -189,7 +194,7 @@ class _Fusing:
                 if (maker := self.makers.get(name)) in kernel and (self.stage[maker], column.get(maker)) == at
             }
             shape = node.types[0].shape if node.types[0] is not None else ()
-            keys = [(name, shape, *at) for r in dict.fromkeys(refs_of(node)) for name in self._wholes(r)]
+            keys = [(name, shape, *at) for r in dict.fromkeys(refs_of(node)) for name in self._spans(r)]
             linked |= {kernel[readers[key]] for key in keys if key in readers}
             first = min(linked, default=number)
             kernel[number] = first

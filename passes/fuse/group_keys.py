@@ -29,11 +29,10 @@ def group_keys(lowered: Lowered) -> Lowered:
 @dataclass(frozen=True)
 class _Repeated:
     """Keys or values [b, h, 1, t, d] that are repeated for groups of heads. shape: [b, h, group, t, d] of a
-    rank. copies: the values between."""
+    rank."""
 
     source: Ref
     shape: tuple[Arg, ...]
-    copies: tuple[str, str]
 
 
 class _Around:
@@ -66,7 +65,7 @@ class _Around:
         alone = self._only(expand.name, flat) and name not in self.outputs
         if not alone or any(user.op not in KEYS for user in self.users[name]):
             return None
-        return _Repeated(source, shape, (expand.name, name))
+        return _Repeated(source, shape)
 
     def total(self, grad: str, shape: tuple[Arg, ...]) -> tuple[Node, Node] | None:
         """(view, sum) by which the gradients of repeated keys are added up, if nothing else uses them."""
