@@ -104,12 +104,18 @@ def most_frequent(shares: Sequence[LengthShare]) -> LengthShare:
 
 def resized_inputs(inputs: Any, length: int) -> Any:
     """Arguments of another length, without their data: every dim of as many tokens as the first batched
-    argument has. Raises UsageError if there is no such dim."""
+    argument has that is a sequence [batch, tokens] or [batch, tokens, channels]. Raises UsageError if there is
+    none."""
     leaves, spec = pytree.tree_flatten(inputs)
     batched = batch_leaves(leaves)
-    example = next((leaves[k] for k in batched if leaves[k].dim() > 1), None)
+    example = next((leaves[k] for k in batched if 1 < leaves[k].dim() < 4), None)
     if example is None:
-        raise UsageError("no example input has a sequence", hint="lengths are of dim 1 of a batched input")
+        shapes = ", ".join(str(list(leaves[k].shape)) for k in batched)
+        raise UsageError(
+            "no example input has a sequence",
+            why=f"the batched inputs are {shapes or 'none'}",
+            hint="lengths are of dim 1 of an input [batch, tokens] or [batch, tokens, channels]",
+        )
     tokens = example.shape[1]
     for k, x in enumerate(leaves):
         if isinstance(x, torch.Tensor):

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.cli.main import app
+from autoshard.errors import UsageError
 from autoshard.options import PlanOptions
 from autoshard.planner.compiling import compile_analysed, options_on, stored_parameters
-from autoshard.planner.length_plans import parse_lengths
+from autoshard.planner.length_plans import parse_lengths, resized_inputs
 
 MESH = "fsdp=2,tp=2"
 
@@ -111,3 +112,13 @@ def test_memory_is_what_the_program_holds() -> None:
             assert each.bytes == each.planned.peak.bytes <= limit
             assert each.seconds >= each.alone * (1 - 1e-9)
         assert found.dual_bound <= found.seconds * (1 + 1e-9)
+
+
+def test_images_have_no_length() -> None:
+    """Dim 1 of an image is its channels."""
+    with pytest.raises(UsageError, match="no example input has a sequence") as caught:
+        resized_inputs(((), {"pixel_values": torch.zeros(4, 3, 8, 8)}), 16)
+    assert "[4, 3, 8, 8]" in (caught.value.why or "")
+    beside = {"pixel_values": torch.zeros(4, 3, 8, 8), "input_ids": torch.zeros(4, 6, dtype=torch.long)}
+    _, resized = resized_inputs(((), beside), 16)
+    assert resized["pixel_values"].shape == (4, 3, 8, 8) and resized["input_ids"].shape == (4, 16)
