@@ -104,8 +104,8 @@ def most_frequent(shares: Sequence[LengthShare]) -> LengthShare:
 
 def resized_inputs(inputs: Any, length: int) -> Any:
     """Arguments of another length, without their data: every dim of as many tokens as the first batched
-    argument has that is a sequence [batch, tokens] or [batch, tokens, channels]. Raises UsageError if there is
-    none."""
+    argument has that is a sequence [batch, tokens] or [batch, tokens, channels]. Raises UsageError if none
+    is."""
     leaves, spec = pytree.tree_flatten(inputs)
     batched = batch_leaves(leaves)
     example = next((leaves[k] for k in batched if 1 < leaves[k].dim() < 4), None)
