@@ -14,8 +14,8 @@ so that joining the heads again is free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.torch_version import TorchVersion
@@ -24,10 +24,11 @@ from autoshard.kernels.attention import Gradients, written_out, written_out_back
 from autoshard.kernels.launch import dense, has_triton
 from autoshard.torch_adapters.op_library import define
 
+T = TypeVar("T")
 #: scores that are written out at a time, on a CPU and on a GPU, and rows of them at least
 _SCORES, _SCORES_GPU, _FEWEST = 1 << 20, 1 << 25, 16
-#: the first torch whose CPU kernel takes fewer heads of keys than of queries
-_GROUPED_ON_CPUS = "2.13"
+#: whether torch's CPU kernel takes fewer heads of keys than of queries
+_GROUPED_ON_CPUS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
@@ -59,20 +60,35 @@ def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     return repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
 
 
-def by_heads(x: torch.Tensor) -> torch.Tensor:
+def in_groups(attend: Callable[..., T]) -> Callable[..., T]:
+    """Attention that takes keys and values as [b, h, 1, t, d] too, of one that takes them as [b, h, t, d]."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> T:
+        return attend(q, _by_heads(k), _by_heads(v), *rest)
+
+    return run
+
+
+def in_groups_backward(attend: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """The same of gradients, which are in the shapes of keys and values."""
+
+    def run(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Gradients:
+        grads = attend(grad, q, _by_heads(k), _by_heads(v), *rest)
+        return grads[0], _like(grads[1], k), _like(grads[2], v)
+
+    return run
+
+
+def _by_heads(x: torch.Tensor) -> torch.Tensor:
     """Keys or values as [b, h, t, d]."""
     return x.squeeze(2) if x.dim() == 5 else x
 
 
-def like_keys(grads: Gradients, k: torch.Tensor, v: torch.Tensor) -> Gradients:
-    """Gradients of keys and values [b, h, t, d], of as many heads as queries or as keys, in their shape."""
-    new = []
-    for grad, x in zip(grads[1:], (k, v), strict=True):
-        heads = x.shape[1]
-        if grad.shape[1] != heads:
-            grad = in_bshd(grad.unflatten(1, (heads, -1)).sum(2))
-        new.append(grad.unsqueeze(2) if x.dim() == 5 else grad)
-    return grads[0], new[0], new[1]
+def _like(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of keys or values in their shape; it may be of every head of the queries."""
+    if grad.shape[1] != x.shape[1]:
+        grad = in_bshd(grad.unflatten(1, (x.shape[1], -1)).sum(2))
+    return grad.unsqueeze(2) if x.dim() == 5 else grad
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -129,7 +145,7 @@ def sdpa_math_backward(
     """Gradients of q, k, v, written out."""
     mask = _causally(q, k, mask, causal, first)
     new = written_out_backward(grad, q, *repeated(q, k, v), out, lse, mask, scale, softcap)
-    return like_keys((in_bshd(new[0]), in_bshd(new[1]), in_bshd(new[2])), k, v)
+    return in_bshd(new[0]), _like(in_bshd(new[1]), k), _like(in_bshd(new[2]), v)
 
 
 def _parts(
@@ -263,7 +279,7 @@ def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
         q.shape[3] == v.shape[3]
         and all(x.stride(-1) == 1 and x.numel() > 0 for x in (q, k, v))
         and (mask is None or mask.dim() in (2, 4))
-        and (q.shape[1] == k.shape[1] or TorchVersion(torch.__version__) >= _GROUPED_ON_CPUS)
+        and (q.shape[1] == k.shape[1] or _GROUPED_ON_CPUS)
     )
 
 
@@ -277,7 +293,6 @@ def _sdpa_cpu(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = by_heads(k), by_heads(v)
     if _needs_rows(q, k, v, mask, window, softcap):
         return _by_rows(q, k, v, mask, causal, scale, window, softcap)
     if softcap:
@@ -303,18 +318,16 @@ def _sdpa_backward_cpu(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
-    given, (k, v) = (k, v), (by_heads(k), by_heads(v))
     if _needs_rows(q, k, v, mask, window, softcap):
-        new = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
-        return like_keys(new, *given)
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     if softcap:
-        return like_keys(_capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap), *given)
+        return _capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
     if not _cpu_kernel_fits(q, k, v, mask):
-        return like_keys(sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale), *given)
+        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
     )
-    return like_keys((in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])), *given)
+    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
 
 
 def _flash_fits(
@@ -368,7 +381,7 @@ def _sdpa_cuda(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = dense(q), dense(by_heads(k)), dense(by_heads(v))
+    q, k, v = dense(q), dense(k), dense(v)
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (q, k, v))
         result = torch.ops.aten._flash_attention_forward(
@@ -406,8 +419,7 @@ def _sdpa_backward_cuda(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
-    given = k, v
-    q, k, v, grad = dense(q), dense(by_heads(k)), dense(by_heads(v)), dense(grad)
+    q, k, v, grad = dense(q), dense(k), dense(v), dense(grad)
     state = torch.zeros((2,), dtype=torch.int64, device=q.device)  # of the random numbers: none are drawn
     if window and not softcap and _flash_fits(q, k, v, mask, causal):
         by_position = (x.transpose(1, 2) for x in (grad, q, k, v, out))
@@ -417,10 +429,9 @@ def _sdpa_backward_cuda(
         )
         grads = tuple(x.transpose(1, 2) for x in result)
     elif _needs_rows(q, k, v, mask, window, softcap):
-        new = _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
-        return like_keys(new, *given)
+        return _by_rows_backward(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     elif softcap:
-        return like_keys(_capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap), *given)
+        return _capped_backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
     elif _flash_fits(q, k, v, mask, causal):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -457,8 +468,8 @@ def _sdpa_backward_cuda(
             scale=scale,
         )
     else:
-        return like_keys(sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale), *given)
-    return like_keys((in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])), *given)
+        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
+    return in_bshd(grads[0]), in_bshd(grads[1]), in_bshd(grads[2])
 
 
 def fake(
@@ -471,7 +482,7 @@ def fake(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _by_positions(q, q, by_heads(v)), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+    return _by_positions(q, q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
 
 
 def fake_backward(
@@ -487,8 +498,7 @@ def fake_backward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Gradients:
-    grads = (_by_positions(x, x, x) for x in (q, by_heads(k), by_heads(v)))
-    return like_keys((next(grads), next(grads), next(grads)), k, v)
+    return _by_positions(q, q, q), _by_positions(k, k, k), _by_positions(v, v, v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -512,16 +522,16 @@ def _backward(ctx: Any, grad: torch.Tensor | None, grad_lse: object) -> tuple[An
 define(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0, "
     "float softcap=0.0) -> (Tensor, Tensor)",
-    _sdpa_cpu,
-    fake,
-    cuda=_sdpa_cuda,
+    in_groups(_sdpa_cpu),
+    in_groups(fake),
+    cuda=in_groups(_sdpa_cuda),
     backward=_backward,
     save=_save,
 )
 define(
     "sdpa_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
     "bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
-    _sdpa_backward_cpu,
-    fake_backward,
-    cuda=_sdpa_backward_cuda,
+    in_groups_backward(_sdpa_backward_cpu),
+    in_groups_backward(fake_backward),
+    cuda=in_groups_backward(_sdpa_backward_cuda),
 )

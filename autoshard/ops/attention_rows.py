@@ -22,13 +22,13 @@ import torch
 
 from autoshard.kernels.attention import Gradients
 from autoshard.ops.attention import (
-    by_heads,
     by_triton,
     documents_of,
     fake,
     fake_backward,
     in_bshd,
-    like_keys,
+    in_groups,
+    in_groups_backward,
     repeated,
     zeros_like_all,
 )
@@ -190,7 +190,6 @@ def sdpa_rows(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [b, h, s, e], log-sum-exp [b, h, s]) of rows that begin at position ``start`` of the sequence."""
-    k, v = by_heads(k), by_heads(v)
     if by_triton(q, k, v, mask, window, softcap):
         told = start, zigzag, window, causal, softcap
         out, lse = torch.ops.autoshard.flash_rows(q, *repeated(q, k, v), _keys_of(mask), scale, *told)
@@ -246,24 +245,11 @@ def sdpa_rows_backward(
     softcap: float = 0.0,
 ) -> Gradients:
     """Gradients of q, k, v of `sdpa_rows`; those of k and v are what these rows add to them."""
-    keys_values, (k, v) = (k, v), (by_heads(k), by_heads(v))
     if by_triton(q, k, v, mask, window, softcap):
-        given = (
-            grad,
-            q,
-            *repeated(q, k, v),
-            out,
-            lse,
-            _keys_of(mask),
-            scale,
-            start,
-            zigzag,
-            window,
-            causal,
-            softcap,
-        )
+        told = scale, start, zigzag, window, causal, softcap
+        given = grad, q, *repeated(q, k, v), out, lse, _keys_of(mask), *told
         new = torch.ops.autoshard.flash_rows_backward(*given)
-        return like_keys((in_bshd(new[0]), in_bshd(new[1]), in_bshd(new[2])), *keys_values)
+        return in_bshd(new[0]), in_bshd(new[1]), in_bshd(new[2])
     grad_q, grad_k, grad_v = zeros_like_all(q, k, v)
     for tiles in _tiles(q.shape[2], k.shape[2], start, zigzag, mask, _Reach(window, causal)):
         for tile in tiles:
@@ -276,7 +262,7 @@ def sdpa_rows_backward(
             grad_q[rows] += added[0]
             grad_k[keys] += added[1]
             grad_v[keys] += added[2]
-    return like_keys((grad_q, grad_k, grad_v), *keys_values)
+    return grad_q, grad_k, grad_v
 
 
 def _fake_rows(
@@ -315,13 +301,13 @@ def _fake_rows_backward(
 define(
     "sdpa_rows(Tensor q, Tensor k, Tensor v, float scale, int start, bool zigzag, Tensor? mask=None, "
     "int window=0, bool causal=True, float softcap=0.0) -> (Tensor, Tensor)",
-    sdpa_rows,
-    _fake_rows,
+    in_groups(sdpa_rows),
+    in_groups(_fake_rows),
 )
 define(
     "sdpa_rows_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, "
     "int start, bool zigzag, Tensor? mask=None, int window=0, bool causal=True, float softcap=0.0) "
     "-> (Tensor, Tensor, Tensor)",
-    sdpa_rows_backward,
-    _fake_rows_backward,
+    in_groups_backward(sdpa_rows_backward),
+    in_groups_backward(_fake_rows_backward),
 )

@@ -8,13 +8,13 @@ than key-value heads, copies stay.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.ir import Arg, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.ir.views import RESHAPES
+from autoshard.passes.rewrite import replaced_in
 from autoshard.rules.attention import KEYS
 
 _EXPAND, _SUM = "aten.expand.default", "aten.sum.dim_IntList"
@@ -45,7 +45,7 @@ class _Around:
         for node in graph.nodes:
             for name in dict.fromkeys(refs_of(node)):
                 self.users.setdefault(name, []).append(node)
-        self.outputs = Counter(graph.outputs)
+        self.outputs = set(graph.outputs)
 
     def repeated(self, name: str) -> _Repeated | None:
         """What a value is, if it is repeated keys that attention alone takes."""
@@ -62,23 +62,25 @@ class _Around:
         b, h, group, t, d = shape
         if not (isinstance(h, int) and isinstance(group, int) and merged == (b, h * group, t, d)):
             return None
-        alone = self._only(expand.name, flat) and name not in self.outputs
-        if not alone or any(user.op not in KEYS for user in self.users[name]):
+        if self._only_user(expand.name) != flat or name in self.outputs:
+            return None
+        if any(user.op not in KEYS for user in self.users[name]):
             return None
         return _Repeated(source, shape)
 
     def total(self, grad: str, shape: tuple[Arg, ...]) -> tuple[Node, Node] | None:
         """(view, sum) by which the gradients of repeated keys are added up, if nothing else uses them."""
-        (view,) = self.users.get(grad, []) if len(self.users.get(grad, ())) == 1 else (None,)
-        if view is None or view.op not in RESHAPES or view.args[1] != shape or grad in self.outputs:
+        view = self._only_user(grad)
+        if view is None or view.op not in RESHAPES or view.args[1] != shape:
             return None
-        (total,) = self.users.get(view.name, []) if len(self.users.get(view.name, ())) == 1 else (None,)
-        if total is None or total.op != _SUM or total.args[1:] != ((2,), True) or total.kwargs:
-            return None
-        return (view, total) if view.name not in self.outputs else None
+        total = self._only_user(view.name)
+        adds = total is not None and total.op == _SUM and total.args[1:] == ((2,), True) and not total.kwargs
+        return (view, total) if total is not None and adds else None
 
-    def _only(self, name: str, user: Node) -> bool:
-        return self.users[name] == [user] and name not in self.outputs
+    def _only_user(self, name: str) -> Node | None:
+        """What alone uses a value within the segment."""
+        users = self.users.get(name, ())
+        return users[0] if len(users) == 1 and name not in self.outputs else None
 
 
 def _grouped(segment: LoweredSegment) -> LoweredSegment:
@@ -104,16 +106,9 @@ def _grouped(segment: LoweredSegment) -> LoweredSegment:
             outs = (node.outs[0], *(total.name for _, total in pairs))
             new = replace(new, outs=outs, types=(node.types[0], *(total.types[0] for _, total in pairs)))
         built[node.name] = new
-    nodes = [built.get(n.name, n) for n in graph.nodes if n.name not in gone]
-    used = Counter(r for n in nodes for r in refs_of(n)) + Counter(graph.outputs)
-    copies = {n.name for n in graph.nodes if n.op in RESHAPES or n.op == _EXPAND}
-    for _ in range(2):  # the view, then what it is a view of
-        nodes = [n for n in nodes if n.name not in copies or used[n.name]]
-        used = Counter(r for n in nodes for r in refs_of(n)) + Counter(graph.outputs)
-    left = {n for n, _ in graph.inputs} | {o for n in nodes for o in n.outs}
-    return replace(
-        segment,
-        graph=replace(graph, nodes=tuple(nodes)),
-        layouts={n: layout for n, layout in segment.layouts.items() if n in left},
-        why={n: text for n, text in segment.why.items() if n in left},
-    )
+    segment = replaced_in(segment, {**built, **dict.fromkeys(gone)})
+    for ops in (RESHAPES, {_EXPAND}):  # the view, then what it is a view of
+        used = {*segment.graph.outputs, *(r for n in segment.graph.nodes for r in refs_of(n))}
+        unused = (n.name for n in segment.graph.nodes if n.op in ops and n.name not in used)
+        segment = replaced_in(segment, dict.fromkeys(unused))
+    return segment
