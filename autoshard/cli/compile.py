@@ -95,23 +95,12 @@ def _from_plan(
     """The program of a stored plan; the model is captured again."""
     from autoshard import api
     from autoshard.cli.folders import read_plan
-    from autoshard.interop.targets import build, load_rules
+    from autoshard.cli.opened import Opener
+    from autoshard.cluster import load_cluster
 
     stored, request = read_plan(folder)
-    inputs = dict(request.inputs)
-    custom_rules = load_rules(rules or (Path(request.rules) if request.rules else None))
-    say(f"building {request.target}")
-    built = build(request.target, batch=inputs.get("batch"), seq=inputs.get("seq"))
-    compiled = api.compile(
-        built.model,
-        stored,
-        example_inputs=built.inputs,
-        cluster=cluster or stored.cluster,
-        rules=custom_rules,
-        progress=say,
-        **vars(passes),
-    )
-    return compiled.program, inputs
+    planned = Opener(rules, say).planned(stored, request, load_cluster(cluster) if cluster else None)
+    return api.compile_analysed(planned, say, passes), dict(request.inputs)
 
 
 def _report(programs: Sequence[Program], out: Path, json: bool) -> None:
