@@ -288,7 +288,7 @@ class PlanningRequest:
             if held and chunked.device is not None and chunked.device.missing and not self.options.memory:
                 smaller = replace(request, memory=held - chunked.device.missing)
                 assert faster.source is not None
-                smaller_plan = smaller._in_expert_chunks(result, faster.source.expert_chunks)
+                smaller_plan = smaller._in_expert_chunks(result, faster.source.expert_chunks, result)
                 chunked = chunked if smaller_plan is None else self._on_device(smaller_plan)
             if chunked.device is None or not chunked.device.missing:
                 result, request = chunked, smaller
@@ -322,15 +322,15 @@ class PlanningRequest:
             return []
         best = [planned]
         for chunks in _EXPERT_CHUNKS:
-            result = self._in_expert_chunks(planned, chunks)
-            if result is None or _step_of(result) >= (1 - _WORTH) * _step_of(best[0]):
+            result = self._in_expert_chunks(planned, chunks, best[0])
+            if result is None:
                 break
             best.insert(0, result)
         return best[:-1]
 
-    def _in_expert_chunks(self, planned: Planned, chunks: int) -> Planned | None:
+    def _in_expert_chunks(self, planned: Planned, chunks: int, best: Planned) -> Planned | None:
         """A plan on the same mesh with the tokens of experts in so many chunks; None if sequences do not
-        divide, none fits, or it is no faster."""
+        divide, none fits, or it is no faster than the best."""
         source, plan = planned.source, planned.plan
         assert source is not None
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
@@ -343,7 +343,7 @@ class PlanningRequest:
             result = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
         except (UsageError, InfeasibleError):
             return None
-        if _step_of(result) >= (1 - _WORTH) * _step_of(planned):
+        if _step_of(result) >= (1 - _WORTH) * _step_of(best):
             return None
         warnings = tuple(dict.fromkeys((*result.plan.warnings, *plan.warnings)))
         return replace(result, plan=replace(result.plan, warnings=warnings))

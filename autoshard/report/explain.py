@@ -315,7 +315,7 @@ class _Explainer:
         if place.call is None or not self.prices.ops.behaviour.fused:
             return ()
         name = self._call(place).segment
-        return self.prices.chains[name].beside(self.lowered.segments[name].graph.nodes, place.value)
+        return self.prices.fusions[name].beside(self.lowered.segments[name].graph.nodes, place.value)
 
     def _calls(self, place: Place) -> int:
         """How often a microbatch runs what makes a value."""

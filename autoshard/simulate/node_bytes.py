@@ -61,7 +61,7 @@ def rows_of(
     roots = view_roots(segment)
     fused: frozenset[str] = frozenset()
     if sheets.behaviour.fused_bytes:
-        fused = sheets.chains(nodes, segment.graph.outputs, sheets.dropped(name)).inside
+        fused = sheets.fused(nodes, segment.graph.outputs, sheets.dropped(name)).inside
     loss, of_loss = _loss(segment, sheets)
     given = {n for n, _ in segment.graph.inputs}
     inputs = given | of_loss | {roots.get(v, v) for v in lying}

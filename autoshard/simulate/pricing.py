@@ -116,19 +116,19 @@ class Pricer:
     @cached_property
     def _segments(self) -> dict[str, SegmentCost]:
         return {
-            name: self._sum(segment.graph.nodes, segment.placed(), self.chains.get(name, NOT_FUSED))
+            name: self._sum(segment.graph.nodes, segment.placed(), self.fusions.get(name, NOT_FUSED))
             for name, segment in self.program.lowered.segments.items()
         }
 
     @cached_property
-    def chains(self) -> Mapping[str, FusedKernels]:
-        """By segment, what fused kernels keep to themselves; none where every op is a kernel."""
+    def fusions(self) -> Mapping[str, FusedKernels]:
+        """The fused kernels of every segment; none where every op is a kernel."""
         segments = self.program.lowered.segments if self.ops.behaviour.fused else {}
         return {k: FusedKernels.of(s.graph.nodes, s.graph.outputs) for k, s in segments.items()}
 
     def kernel(self, segment: str, node: Node) -> InKernel:
         """The fused kernel that an op of a segment is a part of."""
-        return self.chains.get(segment, NOT_FUSED).of_node(node)
+        return self.fusions.get(segment, NOT_FUSED).of_node(node)
 
     def segment(self, name: str) -> SegmentCost:
         """One call of a segment."""
@@ -140,9 +140,9 @@ class Pricer:
         return total([own, *(self.segment(i.segment) for i in items if isinstance(i, Call))])
 
     def _sum(
-        self, nodes: Iterable[Node], values: Mapping[str, PlacedValue], chains: FusedKernels = NOT_FUSED
+        self, nodes: Iterable[Node], values: Mapping[str, PlacedValue], fused: FusedKernels = NOT_FUSED
     ) -> SegmentCost:
-        costs = [(n, self.node(n, values, chains.of_node(n))) for n in nodes]
+        costs = [(n, self.node(n, values, fused.of_node(n))) for n in nodes]
         return SegmentCost(
             sum(c.compute for _, c in costs),
             sum(c.comm for _, c in costs),

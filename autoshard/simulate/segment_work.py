@@ -99,12 +99,12 @@ class Sheets:
         weights: frozenset[str] = frozenset(),
     ) -> Sheet:
         sources: dict[str, int] = {name: ~k for k, name in enumerate(inputs)}
-        chains, narrow = self.chains(nodes, outputs, dropped), self.narrow(nodes)
+        fused, narrow = self.fused(nodes, outputs, dropped), self.narrow(nodes)
         tasks: list[OpTask] = []
         views: dict[int, int] = {}  # of every task
         for node in nodes:
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
-            beats = self.ops.in_order(node, values, chains.of_node(node), weights, narrow)
+            beats = self.ops.in_order(node, values, fused.of_node(node), weights, narrow)
             if node.op in VIEWS or (not beats and exact_transfer(node) == "slice"):
                 source = used[0] if used else None
                 if source is not None:
@@ -121,10 +121,10 @@ class Sheets:
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
         return Sheet(_with_views(tasks, views), tuple(sources[name] for name in outputs))
 
-    def chains(
+    def fused(
         self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()
     ) -> FusedKernels:
-        """What fused kernels keep to themselves; nothing where every op is a kernel."""
+        """The fused kernels of ops; none where every op is a kernel."""
         return FusedKernels.of(nodes, outputs, dropped) if self.behaviour.fused else NOT_FUSED
 
     def narrow(self, nodes: Sequence[Node]) -> frozenset[str]:

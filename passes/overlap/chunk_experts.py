@@ -139,7 +139,7 @@ class _Segment:
             args = (part.args[0], types[0].shape) if node.op in SHAPED and types[0] else part.args
             self.nodes.append(replace(part, args=args, types=types))
         if node.op in _GIVE | _SUM:
-            self._whole(node, new[node.name])
+            self._merge(node, new[node.name])
 
     def _is_sized(self, node: Node) -> bool:
         """Whether an argument is the number of slots, of an op that is not known to have a shape there."""
@@ -161,7 +161,7 @@ class _Segment:
             )
         return self.rows[tokens]
 
-    def _whole(self, node: Node, chunks: Sequence[str]) -> None:
+    def _merge(self, node: Node, chunks: Sequence[str]) -> None:
         """What an op gives for all tokens, of what it gives for the chunks: their rows, or their sum."""
         (type_,) = node.types
         assert type_ is not None

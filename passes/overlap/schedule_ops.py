@@ -30,8 +30,8 @@ _WORTH = 1e-3
 def node_seconds(segment: LoweredSegment, seconds: Seconds) -> list[float]:
     """Of each node of a segment."""
     graph, values = segment.graph, segment.placed()
-    chains = FusedKernels.of(graph.nodes, graph.outputs)
-    return [seconds(node, values, chains.of_node(node)) for node in graph.nodes]
+    fused = FusedKernels.of(graph.nodes, graph.outputs)
+    return [seconds(node, values, fused.of_node(node)) for node in graph.nodes]
 
 
 def overlap(lowered: Lowered, seconds: Seconds, known: SegmentCache) -> Lowered:

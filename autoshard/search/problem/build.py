@@ -287,8 +287,10 @@ class _Builder:
         count = self.counts[name]
         if recomputed[0] and self.cost.device.compiled:
             op = self.model.recomputed[name, number]
-            outs = self.model.folded.segments[name].nodes[number].outs
-            written = op.backward._replace(unmoved=op.backward.unmoved.difference(outs))
+            written = op.backward
+            if op.reads:
+                outs = self.model.folded.segments[name].nodes[number].outs
+                written = written._replace(unmoved=written.unmoved.difference(outs))
             calls = [self._call(name, number, call.states, k) for k in (op.forward, op.backward, written)]
             if any(other is not call for other in calls):
                 self.entries.append(Busy(Time("work"), var, count, call))

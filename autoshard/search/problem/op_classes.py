@@ -58,8 +58,8 @@ class Kinds:
         within: set[Place] = set()
         for name, graph in folded.segments.items():
             types, lying = graph.types(), turned_in(graph)
-            chains = FusedKernels.of(graph.nodes, graph.outputs)
-            within.update((name, value) for value in chains.inside)
+            fused = FusedKernels.of(graph.nodes, graph.outputs)
+            within.update((name, value) for value in fused.inside)
             for number, node in enumerate(graph.nodes):
                 rule, refs = rules[name, number], tuple(refs_of(node))
                 ins = tuple([types[r] for r in refs])
@@ -82,7 +82,7 @@ class Kinds:
                 if rule.kernel == "product":
                     left, right = refs[-2:]
                     turned = left in lying, right in lying
-                kernel = chains.of_node(node)
+                kernel = fused.of_node(node)
                 inside = kernel.among([value for value, _ in values])
                 divided = rule.division, ins, node.types, parts
                 costs = (
