@@ -81,9 +81,11 @@ def written_out(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with all scores at once, in fp32 (fp64 for fp64 inputs); mask: see `_scores`."""
+    """Attention with all scores at once, in fp32 (fp64 for fp64 inputs); mask: see `_scores`. The log-sum-exp
+    of rows that attend to nothing is 0."""
     scores, _ = _scores(q, k, mask, scale, softcap)
     lse = torch.logsumexp(scores, -1)
+    lse = lse.masked_fill(lse == float("-inf"), 0.0)
     return (_shares(scores, lse) @ wide(v)).to(q.dtype), lse
 
 

@@ -28,6 +28,7 @@ from autoshard.passes.overlap.overlap_grad_reduce import early_reductions
 from autoshard.passes.overlap.prefetch import prefetch
 from autoshard.passes.overlap.schedule_ops import Seconds, overlap
 from autoshard.passes.partition.allreduce_to_reduce_scatter import keep_part
+from autoshard.passes.partition.axis_levels import Levels, axis_levels
 from autoshard.passes.partition.hierarchy import ByLevel, by_level
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary, secondary_shards
 from autoshard.passes.partition.insert_collectives import insert_collectives
@@ -77,7 +78,8 @@ class LoweringOptions:
     collectives are done level by level. secondary: which parameters and gradients are split over fewer
     ranks within a step. hosting: what waits in host memory, None for nothing. known: what passes made of
     segments, for programs that differ in flow and plan alone. terms: what adds up over microbatches.
-    join_recompute: whether what a layer recomputes is part of its backward.
+    join_recompute: whether what a layer recomputes is part of its backward. by_node: without prices, whether
+    a token goes once to each node (`passes.partition.axis_levels`).
     """
 
     flow: Flow
@@ -100,6 +102,7 @@ class LoweringOptions:
     known: SegmentCache = field(default_factory=SegmentCache, compare=False, repr=False)
     terms: BatchTerms = NO_TERMS
     join_recompute: bool = True
+    by_node: bool = False
 
     def of(self, short: Shortened) -> LoweringOptions:
         """The same for the model without most of its equal layers."""
@@ -200,6 +203,19 @@ def _cut(lowered: Lowered, context: PassContext) -> Lowered:
 
 def _localize(lowered: Lowered, context: PassContext) -> Lowered:
     return localize(lowered, context.options.rules, context.options.mesh, context.options.known)
+
+
+def _inside(options: LoweringOptions) -> dict[str, int]:
+    """Axes over several nodes, with the ranks that each has of them, but for those that are taken apart."""
+    apart = {each.levels.axis for each in options.hierarchy}
+    links = zip(options.mesh.names, options.reshard.links, strict=True)
+    return {name: link.together for name, link in links if link.together and name not in apart}
+
+
+def _axis_levels(lowered: Lowered, context: PassContext) -> Lowered:
+    options = context.options
+    levels = Levels(_inside(options), options.seconds, options.by_node)
+    return axis_levels(lowered, options.mesh, levels)
 
 
 def _ring(lowered: Lowered, context: PassContext) -> Lowered:
@@ -331,6 +347,7 @@ FINISHING = (
         needs="local stages",
     ),
     _pass("group_keys", lambda g, c: group_keys(g), needs="local"),
+    _pass("axis_levels", _axis_levels, lambda c: bool(_inside(c.options)), needs="local"),
     _pass("ring_products", _ring, lambda c: c.options.ring is not None, needs="local"),
     _pass(
         "bucket",

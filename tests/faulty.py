@@ -14,7 +14,7 @@ from pipelines import pipeline
 from planned import analysed, planned
 from planned import program as flat
 from sliced import program_of
-from slow_links import without_latency
+from slow_links import ring_cluster, without_latency
 
 from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
@@ -46,6 +46,10 @@ def good(name: str) -> Program:
         return flat("llama-long", "cp=4", "h100-dgx")
     if name == "documents":
         return flat("gemma2-packed", "cp=4", "h100-dgx")
+    if name == "ring":
+        model, inputs = family("llama-long").make()
+        found = analyse(capture(model, (), inputs))
+        return compile_analysed(plan_analysed(found, [Mesh.parse("cp=4")], ring_cluster()))
     if name == "tiles":
         model, inputs = family("llama").make()
         found = analyse(capture(model, (), inputs), tile_rows=5)

@@ -377,7 +377,7 @@ def uneven_over(over: Transport, rank: int) -> None:
     expected = torch.tensor([float(k) for k in range(4) for _ in range(received[k])])
     check(torch.equal(got, expected[:, None].expand(-1, 3)), "rows to each")
     out = torch.empty(2, 3)
-    over.pass_on(torch.full((2, 3), float(rank)), out)()
+    over.pass_on(torch.full((2, 3), float(rank)), out, (rank + 1) % 4, (rank - 1) % 4)()
     check(torch.equal(out, torch.full((2, 3), float((rank - 1) % 4))), "from the rank before")
 
 

@@ -37,7 +37,7 @@ RoutingOption = Annotated[
     list[str] | None,
     typer.Option(
         "--routing",
-        metavar="worst|zipf=1.2|FILE",
+        metavar="round-robin|worst|zipf=1.2|FILE",
         help="how often experts are chosen, by a rule or JSON counts; may be repeated [default: evenly]",
     ),
 ]

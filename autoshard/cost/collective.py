@@ -45,10 +45,11 @@ def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
 
     nbytes is the size on one rank of the full tensor: all_gather: of the gathered result; reduce_scatter:
     of the input; all_reduce and broadcast: of the tensor; all_to_all: of the local input; send: of the
-    message; hop: of what a rank passes on to the next of a ring. It may be an array. A kind that was timed on
-    the link costs what was measured.
+    message; hop: of what a rank passes on to the next of a ring; level_hop: the same where there is a ring in
+    each node, and one across them beside it (`runtime.ring_attention`). It may be an array. A kind that was
+    timed on the link costs what was measured.
     """
-    formula = _hop if kind == "hop" else _FORMULAS.get(kind)
+    formula = HOPS.get(kind) or _FORMULAS.get(kind)
     if formula is None:
         raise UsageError(f"there is no collective {kind!r}", hint=nearest(kind, _FORMULAS))
     timed = next((table.at for table in link.measured if table.kind == kind), None)
@@ -143,11 +144,22 @@ def _hop(n: Bytes, link: AxisLink) -> Bytes:
     """One step of a ring, all ranks at once: a + n/b, b of a rank alone where the axis leaves a node, as one
     ring crosses there over one card. Never below its share, 1/(p - 1), of an all-gather of all that goes
     round."""
-    full = seconds("all_gather", n * link.size, link)
-    step = link.latency + n / min(link.bandwidth, link.alone)
-    return _more(step, full / max(1, link.size - 1))
+    return _more(link.latency + n / min(link.bandwidth, link.alone), _share(n, link))
 
 
+def _level_hop(n: Bytes, link: AxisLink) -> Bytes:
+    """One step of the ring in each node, beside which a step across nodes takes as long as all of a node
+    together: a + n/b, and never below its share of an all-gather, either."""
+    return _more(link.latency + n / link.bandwidth, _share(n, link))
+
+
+def _share(n: Bytes, link: AxisLink) -> Bytes:
+    """Of an all-gather of all that goes round, one step's."""
+    return seconds("all_gather", n * link.size, link) / max(1, link.size - 1)
+
+
+#: steps of rings, which have no full tensor
+HOPS: Mapping[str, Callable[[Any, AxisLink], Any]] = {"hop": _hop, "level_hop": _level_hop}
 _FORMULAS: Mapping[str, Callable[[Any, AxisLink], Any]] = {
     "all_reduce": _all_reduce,
     "all_gather": _gather_or_scatter,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf, lcm
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from autoshard.cluster.cluster import Cluster, Level
 from autoshard.cluster.measured import CollectiveTimings
-from autoshard.cluster.mesh import Mesh
+from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 
 _Ranks: TypeAlias = npt.NDArray[np.int64]
@@ -24,11 +24,12 @@ class AxisLink:
 
     latency: seconds per message. bandwidth: bytes/s in one direction between two neighbouring parts of a
     ring through the group. size: ranks in a group. device_bandwidth: bytes/s in one direction of one rank
-    alone over the slowest level crossed (None: equal to ``bandwidth``). local: ranks of the group on the
-    same side of that level, which together make up the bandwidth of the ring. measured: collectives of such
+    alone over the level crossed that is slowest where all pairs of ranks exchange parts (None: equal to
+    ``bandwidth``). local: ranks of the group on the same side of that level. measured: collectives of such
     groups that were timed. hops: of one way round a ring, which ends a step short of its beginning: (how many
     cross a level, seconds per message there), innermost first; () where all are of ``latency``. nccl: whether
-    collectives have NCCL's algorithms.
+    collectives have NCCL's algorithms. levels: of a group over several nodes, the links of the ranks in the
+    same place of each, and of those inside one; () if nodes do not have as many ranks each.
     """
 
     latency: float
@@ -39,6 +40,24 @@ class AxisLink:
     measured: tuple[CollectiveTimings, ...] = ()
     hops: tuple[tuple[int, float], ...] = ()
     nccl: bool = False
+    levels: tuple[AxisLink, ...] = field(default=(), compare=False)
+
+    @property
+    def across(self) -> AxisLink:
+        """The link of the ranks in the same place of each node."""
+        return self.levels[0]
+
+    @property
+    def inside_nodes(self) -> AxisLink:
+        """The link of the ranks of a node."""
+        return self.levels[1]
+
+    @property
+    def together(self) -> int:
+        """Ranks of each part of the outermost level, which follow each other; 0 if there is one part, if each
+        is one rank, or if they differ."""
+        ranks, rest = divmod(self.size, self.parts)
+        return ranks if 1 < ranks < self.size and not rest else 0
 
     @property
     def round(self) -> float:
@@ -59,7 +78,7 @@ class AxisLink:
 
     @property
     def alone(self) -> float:
-        """Bytes/s of one rank alone over the slowest level."""
+        """Bytes/s of one rank alone over the level that is slowest for pairs."""
         return self.bandwidth if self.device_bandwidth is None else self.device_bandwidth
 
 
@@ -111,15 +130,16 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
         for part in crossed
         for each in part
     ]
-    share, local = min(shares, key=lambda pair: pair[0] * pair[1])
+    # pairs of ranks do not profit from rings: what most of them send far, each sends over its own card
+    share, local = max(shares, key=lambda pair: (size - pair[1]) / pair[0])
     latency = max(part[-1].level.latency for part in crossed if part)
     if cluster.links is not None and cluster.links.latency is not None:
         assert rows is not None
         latency = float(cluster.links.latency[rows, np.roll(rows, -1, axis=1)].max())
     ways = {_hops(part, size) for part in crossed if part}
-    return AxisLink(
+    result = AxisLink(
         latency,
-        share * local,
+        min(share * local for share, local in shares),
         size,
         share,
         local,
@@ -127,6 +147,12 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
         ways.pop() if len(ways) == 1 and cluster.links is None else (),
         cluster.collectives == "nccl",
     )
+    if not result.together:
+        return result
+    at, (name, inside) = mesh.axes[:axis], (mesh.axes[axis].name, result.together)
+    apart = (Axis(f"{name}_across", size // inside), Axis(f"{name}_inside", inside))
+    parts = Mesh((*at, *apart, *mesh.axes[axis + 1 :]))
+    return replace(result, levels=tuple(link_of(cluster, parts, axis + k, order) for k in (0, 1)))
 
 
 def _hops(crossed: Sequence[_Crossed], size: int) -> tuple[tuple[int, float], ...]:

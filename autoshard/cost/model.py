@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -27,8 +27,9 @@ from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.experts import destinations
 from autoshard.ir.local_bytes import held_bytes, held_shape
 from autoshard.ir.placement import Layout
+from autoshard.ir.rings import joined_bytes
 from autoshard.ir.scaled import copies_of
-from autoshard.rules.core import Factored, TileFn
+from autoshard.rules.core import Dims, Factored, TileFn
 from autoshard.rules.states import OpState
 
 
@@ -187,8 +188,9 @@ class CostModel:
     ) -> float:
         """Seconds of the all-to-all of a call, on which tokens travel to their experts, or sums back.
 
-        scale: there are so many times as many tokens. That experts are chosen evenly is assumed: imbalance
-        has no price.
+        scale: there are so many times as many tokens. They go to every rank by itself, or by node, what is
+        faster (`passes.partition.axis_levels`). That experts are chosen evenly is assumed: imbalance has no
+        price.
         """
         axis = rule.exchanged(state.inputs, state.outputs)
         if axis is None:
@@ -209,8 +211,55 @@ class CostModel:
             for dims, type_, layout in laid
             if any(tokens in dim and owners not in dim for dim in dims)
         )
-        sent = scale * widest * destinations(slots, sizes[axis])
-        return float(seconds("all_to_all", sent, self.reshard.links[axis]))
+        link, sent = self.reshard.links[axis], scale * widest
+        direct = seconds("all_to_all", sent * destinations(slots, sizes[axis]), link)
+        if not link.levels or rule.sizes[owners] % sizes[axis]:
+            return direct
+        hops = (link.across, link.across.size), (link.inside_nodes, sizes[axis])
+        by_node = sum(seconds("all_to_all", sent * destinations(slots, n), each) for each, n in hops)
+        return min(direct, by_node)
+
+    def ring_seconds(
+        self,
+        rule: Factored,
+        ins: Sequence[TensorType],
+        outs: Sequence[TensorType | None],
+        state: OpState,
+        sizes: Sequence[int],
+        busy: float,
+        scale: float = 1.0,
+        repeats: int = 1,
+    ) -> float:
+        """Seconds that attention takes longer where its keys go round an axis: hops that its computing does
+        not hide, and joining the parts.
+
+        busy: seconds of computing. scale: there are so many times as many sequences. repeats: how many times
+        every head of the keys is given; it travels once.
+        """
+        axis = rule.circulates(state.inputs, state.outputs)
+        if axis is None:
+            return 0.0
+        keys = {owners for _, owners in rule.ring}
+        laid = zip(rule.inputs, ins, state.inputs, strict=True)
+        given = [(type_, layout) for dims, type_, layout in laid if _has(dims, keys)]
+        heads = held_shape(given[0][0].shape, given[0][1], sizes)[1]
+        sent = scale * sum(held_bytes(*each, sizes) for each in given) / max(1, min(repeats, heads))
+        link, ways = self.reshard.links[axis], sizes[axis]
+        rows, lies = outs[0], state.outputs[0]
+        assert rows is not None and lies is not None
+        backward = rule.kernel == "attention_backward"
+        held = scale * held_bytes(rows, lies, sizes) * joined_bytes(rows.dtype, backward=backward)
+        joined = traffic_seconds(held * (0.75 if rule.zigzag else 1.0), self.device)
+        hop = float(seconds("level_hop" if link.together else "hop", sent, link))
+        on_the_way, alone = hop * (1 + backward), hop * backward
+        beside = min(on_the_way, busy / ways)
+        exposed = on_the_way - beside + (1.0 - self.device.overlap) * beside
+        return (ways - 1) * (exposed + joined) + alone
+
+
+def _has(dims: Dims, factors: Collection[int]) -> bool:
+    """Whether a tensor has one of some factors."""
+    return any(f in factors for dim in dims for f in dim)
 
 
 def _growing(held: Sequence[bool], scale: float) -> list[float]:

@@ -138,15 +138,29 @@ EXPERT_EXCHANGES = tuple(
     )
     for name in ("route", "dispatch", "combine", "dispatch_weights", "combine_weights")
 )
+#: of these, those of rows as wide as the model, whose second hop is an op of its own if they go by node
+RELAYED = frozenset(
+    spec.op for spec in EXPERT_EXCHANGES if spec.name in ("expert_dispatch", "expert_combine")
+)
+#: sends on what an exchange by node has brought to this node, or to the node that it came from
+EXPERT_RELAY = CollectiveSpec("comm.expert_relay.default", "experts", "all_to_all", "all_to_all")
 ALL_GATHER_MM = CollectiveSpec("comm.all_gather_mm.default", "ring", "all_gather", "all_gather")
 MM_REDUCE_SCATTER = CollectiveSpec(
     "comm.mm_reduce_scatter.default", "ring", "reduce_scatter", "reduce_scatter"
+)
+#: attention of a rank's rows while keys and values of all ranks go round (`runtime.ring_attention`)
+RING_ATTENTION = CollectiveSpec(
+    "comm.ring_attention.default", "ring", "all_gather", "all_gather", product="autoshard.sdpa.default"
+)
+RING_ATTENTION_BACKWARD = replace(
+    RING_ATTENTION, op="comm.ring_attention_backward.default", product="autoshard.sdpa_backward.default"
 )
 _ROWS = (
     *(ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, SLICE),
     *(ALL_GATHER_BUCKET, REDUCE_SCATTER_BUCKET, ALL_REDUCE_BUCKET),
     *(ALL_GATHER_Q, REDUCE_SCATTER_Q, ALL_GATHER_WIRE),
-    *(*EXPERT_EXCHANGES, ALL_GATHER_MM, MM_REDUCE_SCATTER),
+    *(*EXPERT_EXCHANGES, EXPERT_RELAY, ALL_GATHER_MM, MM_REDUCE_SCATTER),
+    *(RING_ATTENTION, RING_ATTENTION_BACKWARD),
 )
 #: op -> its row
 COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({spec.op: spec for spec in _ROWS})

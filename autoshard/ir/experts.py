@@ -20,12 +20,10 @@ def destinations(slots: TensorType, ways: int, routing: Routing = EVEN) -> float
     """To how many of ``ways`` ranks with equal parts of the experts a token goes on average, if all had as
     many tokens as the fullest.
 
-    slots: type of a value of slots. A token's experts are drawn one by one.
+    slots: type of a value of slots.
     """
     assert slots.filled is not None
-    chosen, experts = slots.filled
-    share = min(1.0, routing.load(chosen, experts, ways) / ways)
-    return ways * (1.0 - (1.0 - share) ** chosen)
+    return routing.owners(*slots.filled, ways)
 
 
 def exchanged_bytes(

@@ -22,7 +22,7 @@ from math import prod
 
 from autoshard.ir.collectives import ALL_GATHER_MM
 from autoshard.ir.graph import Arg, Node, Ref
-from autoshard.ir.types import TensorType
+from autoshard.ir.types import DTYPES, TensorType
 
 #: rows of a matrix, below which matrix units are half idle
 _FEW = 256
@@ -78,6 +78,16 @@ def ring_flop(node: Node, types: Mapping[str, TensorType]) -> float:
     if ring is None:
         return 0.0
     return sum(2.0 * prod(types[left].shape) * types[right].shape[-1] for left, right in ring.products)
+
+
+def joined_bytes(dtype: str, *, backward: bool) -> float:
+    """Bytes that are read and written for each byte of a part of attention, or of a gradient of queries, that
+    is added to others in fp32 (`runtime.ring_attention`). Parts are copied to fp32 first."""
+    width = DTYPES[dtype][1]
+    wide = max(4, width)
+    copied = 0 if backward or wide == width else wide + width
+    taken = width if backward else wide
+    return (copied + taken + 2 * wide) / width
 
 
 def together(blocks: int, rows: int) -> bool:

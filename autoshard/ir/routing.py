@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from statistics import mean
 
 from autoshard.errors import UsageError
@@ -19,12 +20,29 @@ class Routing:
 
     layers: per layer the tokens of each expert, in any unit and in the order of experts; () if all have as
     many. ordered: whether that is the order of the model's experts; else counts say how unlike they are, and
-    loads are averages over placements. worst: every token chooses experts of one rank.
+    loads are averages over placements. worst: every token chooses experts of one rank. round_robin: tokens
+    choose experts in turn, so that those of a token follow each other, as gates do that force balance.
     """
 
     layers: tuple[tuple[float, ...], ...] = ()
     ordered: bool = True
     worst: bool = False
+    round_robin: bool = False
+
+    def owners(self, chosen: int, experts: int, ways: int) -> float:
+        """Among how many of ``ways`` equal parts the experts of a token are on average, if all parts had as
+        many tokens as the fullest.
+
+        chosen: experts of a token, drawn one by one. Raises what `load` raises.
+        """
+        if self.round_robin:
+            width = -(-experts // ways)
+            rounds = range(lcm(chosen, experts) // chosen)
+            firsts = [chosen * k % experts for k in rounds]
+            each = (len({(first + k) % experts // width for k in range(chosen)}) for first in firsts)
+            return mean(each)
+        share = min(1.0, self.load(chosen, experts, ways) / ways)
+        return ways * (1.0 - (1.0 - share) ** chosen)
 
     def load(self, chosen: int, experts: int, ways: int) -> float:
         """Slots of the fullest of ``ways`` equal parts of the experts over the average, a mean over layers.

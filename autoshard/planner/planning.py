@@ -54,7 +54,11 @@ _FULL = 0.9
 #: how often a plan is made again with less memory, at most
 MOST_REPLANS = 3
 #: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
-_EXPERT_CHUNKS, _WORTH = (2, 4), 5e-3
+_EXPERT_CHUNKS, _WORTH = (1, 2, 4), 5e-3
+#: runners-up whose programs are compared, and as how many times as long their steps may be priced
+_MOST_RUNNERS_UP, _NEAR = 3, 1.15
+#: as how many times as long a step in one piece may take, for chunks to be tried
+_CLOSE = 1.05
 
 
 def options_of(plan: Plan) -> PlanOptions:
@@ -288,8 +292,9 @@ class PlanningRequest:
             if held and chunked.device is not None and chunked.device.missing and not self.options.memory:
                 smaller = replace(request, memory=held - chunked.device.missing)
                 assert faster.source is not None
-                smaller_plan = smaller._in_expert_chunks(result, faster.source.expert_chunks, result)
-                chunked = chunked if smaller_plan is None else self._on_device(smaller_plan)
+                smaller_plan = smaller._in_expert_chunks(faster, faster.source.expert_chunks)
+                if smaller_plan is not None and _faster(smaller_plan, result):
+                    chunked = self._on_device(smaller_plan)
             if chunked.device is None or not chunked.device.missing:
                 result, request = chunked, smaller
                 break
@@ -314,36 +319,64 @@ class PlanningRequest:
         return replace(planned, device=device_memory(planned.peaks()))
 
     def _with_expert_chunks(self, planned: Planned) -> list[Planned]:
-        """Plans on the same mesh with the tokens of its experts in chunks, of which each is faster than the
-        next and the last faster than this one, by their programs; the options may say in how many."""
+        """Plans with the tokens of experts in chunks, on the same mesh and on runners-up that divide experts
+        among another number of ranks, of which each is faster than the next and the last faster than this
+        one, by their programs; the options may say in how many chunks."""
         source = planned.source
         assert source is not None
-        if self.options.expert_chunks or source.expert_chunks > 1 or not _exchanges(planned):
+        if self.options.expert_chunks or source.expert_chunks > 1 or not _simulated(planned):
             return []
         best = [planned]
-        for chunks in _EXPERT_CHUNKS:
-            result = self._in_expert_chunks(planned, chunks, best[0])
-            if result is None:
-                break
-            best.insert(0, result)
+        same = _same_as(self._candidates(planned.analysis), planned) if _exchanges(planned) else []
+        for meshes in (same, *self._runners_up(planned)):
+            for chunks in _EXPERT_CHUNKS[meshes is same :] if meshes else ():
+                result = self._in_expert_chunks(planned, chunks, meshes)
+                if result is None:
+                    break
+                if _faster(result, best[0]):
+                    best.insert(0, result)
+                elif chunks > 1 or _step_of(result) > _CLOSE * _step_of(best[0]):
+                    break
         return best[:-1]
 
-    def _in_expert_chunks(self, planned: Planned, chunks: int, best: Planned) -> Planned | None:
-        """A plan on the same mesh with the tokens of experts in so many chunks; None if sequences do not
-        divide, none fits, or it is no faster than the best."""
+    def _runners_up(self, planned: Planned) -> Iterator[list[Staged]]:
+        """The best other meshes without a pipeline that divide experts, each among another number of ranks,
+        whose step was thought to take little longer."""
+        solution = planned.solution
+        if isinstance(self.where, Mesh) or solution is None:
+            return
+        candidates = {str(s.mesh): s for s in self._candidates(planned.analysis) if s.ranks == 1}
+        config = solution.configuration
+        known = {1} if config.pipe.ranks > 1 else {1, _expert_ranks(config.mesh)}
+        left = _MOST_RUNNERS_UP
+        for rejected in sorted(solution.rejected, key=lambda r: r.seconds):
+            other = candidates.get(rejected.name.split()[0])
+            if other is None or rejected.seconds > _NEAR * solution.placements.seconds:
+                continue
+            ranks = _expert_ranks(other.mesh)
+            if left and ranks not in known:
+                known.add(ranks)
+                left -= 1
+                yield [other]
+
+    def _in_expert_chunks(
+        self, planned: Planned, chunks: int, meshes: Sequence[Staged] = ()
+    ) -> Planned | None:
+        """A plan with the tokens of experts in so many chunks; None if sequences do not divide or none fits.
+        meshes: where; left out, on the same."""
         source, plan = planned.source, planned.plan
         assert source is not None
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
-        meshes = _same_as(self._candidates(planned.analysis), planned)
-        self.progress(f"planning with the tokens of experts in {chunks} chunks")
+        meshes = meshes or _same_as(self._candidates(planned.analysis), planned)
+        self.progress(f"planning with the tokens of experts in {chunks} chunks on {meshes[0].mesh}")
         chunked = replace(source, expert_chunks=chunks)
         try:
-            analysis = chunked.analysed_from(planned.analysis.captured, self.progress)
+            analysis = planned.analysis
+            if chunks > 1:
+                analysis = chunked.analysed_from(analysis.captured, self.progress)
             result = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
         except (UsageError, InfeasibleError):
-            return None
-        if _step_of(result) >= (1 - _WORTH) * _step_of(best):
             return None
         warnings = tuple(dict.fromkeys((*result.plan.warnings, *plan.warnings)))
         return replace(result, plan=replace(result.plan, warnings=warnings))
@@ -506,11 +539,25 @@ def _same_as(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
     return [replace(s, batches=(config.batch,)) for s in (*same, Staged(config.mesh))[:1]]
 
 
+def _faster(planned: Planned, other: Planned) -> bool:
+    """Whether a plan is faster by its program, by more than that may be off."""
+    return _step_of(planned) < (1 - _WORTH) * _step_of(other)
+
+
+def _expert_ranks(mesh: Mesh) -> int:
+    """Among how many ranks an axis for them divides experts."""
+    return math.prod(axis.size for axis in mesh.axes if axis.meaning.divides_experts)
+
+
+def _simulated(planned: Planned) -> bool:
+    """Whether the program of a plan was simulated."""
+    return planned.peak is not None and planned.peak.step is not None
+
+
 def _exchanges(planned: Planned) -> bool:
-    """Whether ranks exchange the tokens of experts in a program that was simulated."""
+    """Whether ranks exchange the tokens of experts."""
     rules, nodes = planned.analysis.rules, planned.plan.nodes
-    simulated = planned.peak is not None and planned.peak.step is not None
-    return simulated and any(rules[k].exchanged(s.inputs, s.outputs) is not None for k, s in nodes.items())
+    return any(rules[k].exchanged(s.inputs, s.outputs) is not None for k, s in nodes.items())
 
 
 def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:

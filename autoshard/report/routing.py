@@ -106,6 +106,8 @@ def _routing(word: str, experts: _Experts) -> Routing:
         return EVEN
     if word == "worst":
         return Routing(worst=True)
+    if word == "round-robin":
+        return Routing(round_robin=True)
     kind, _, number = word.partition("=")
     if kind == "zipf":
         try:
@@ -121,7 +123,7 @@ def _counts(path: Path) -> tuple[tuple[float, ...], ...]:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        hint = "even, worst, zipf=1.2, or a JSON file of tokens of each expert, or of such lists by layer"
+        hint = "even, round-robin, worst, zipf=1.2, or a JSON file of tokens of each expert, or by layer"
         raise UsageError("cannot read the routing", where=str(path), why=str(error), hint=hint) from error
     layers = read if isinstance(read, list) and read and isinstance(read[0], list) else [read]
     for counts in layers:

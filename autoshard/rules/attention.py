@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from autoshard.ir import Arg, Node, TensorType
+from autoshard.ir import Arg, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.collectives import (
+    COLLECTIVES,
+    RING_ATTENTION,
+    RING_ATTENTION_BACKWARD,
+    CollectiveSpec,
+    is_ring,
+)
+from autoshard.ir.placement import Shard
+from autoshard.ir.views import RESHAPES
 from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
 from autoshard.rules.local import LocalCall
 
@@ -28,8 +37,8 @@ def numbers_documents(mask: TensorType) -> bool:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Dims of the tensors of an attention. fixed: factors that stay whole; zigzag and contiguous as those of
-    `Factored`; rows: whether a part of the queries must be told where it begins."""
+    """Dims of the tensors of an attention. fixed: factors that stay whole; zigzag, contiguous and ring as
+    those of `Factored`; rows: whether a part of the queries must be told where it begins."""
 
     sizes: tuple[int, ...]
     query: Dims
@@ -41,6 +50,7 @@ class _Laid:
     fixed: frozenset[int]
     zigzag: frozenset[int] = frozenset()
     contiguous: frozenset[int] = frozenset()
+    ring: tuple[tuple[int, int], ...] = ()
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -60,18 +70,23 @@ def _laid(shapes: Sequence[TensorType], mask: TensorType | None, causal: bool, w
     t, d, e = build.new(k.shape[-2]), build.new(q.shape[3]), build.new(v.shape[-1])
     by_keys = mask is None or mask.shape[-2:-1] in ((), (1,))
     documents = mask is not None and numbers_documents(mask)
-    divided = by_keys and q.shape[2] == k.shape[-2]
+    plain = mask is None or not mask.is_float
+    divided = by_keys and plain and q.shape[2] == k.shape[-2]
     rows = frozenset(s) if causal or window or documents else frozenset()
     fixed = frozenset(f for x in (t, d, e) for f in x) | (frozenset() if divided else rows)
     zigzag, contiguous = (rows - fixed, frozenset[int]()) if causal else (frozenset[int](), rows - fixed)
-    full: list[Dim] = [b, h, s, t]
+    # with a window or documents, most keys that come by would not be in reach
+    ring = ((s[0], t[0]),) if divided and s and t and not (window or documents) else ()
+    # the mask of keys that go round stays whole
+    full: list[Dim] = [b, h, s, build.new(k.shape[-2]) if ring and mask is not None else t]
+    fixed |= {*full[3]}
     masks: tuple[Dims, ...] = ()
     if mask is not None:
         lead = 4 - len(mask.shape)
         masks = (tuple(full[lead + i] if n != 1 else () for i, n in enumerate(mask.shape)),)
     of_keys = (b, keys, ()) if len(k.shape) == 5 else (b, keys)
     dims = (b, h, s, d), (*of_keys, t, d), (*of_keys, t, e), (b, h, s, e), (b, h, s)
-    return _Laid(tuple(build.sizes), *dims, masks, fixed, zigzag, contiguous)
+    return _Laid(tuple(build.sizes), *dims, masks, fixed, zigzag, contiguous, ring)
 
 
 def _pairs(rows: int, keys: int, causal: bool, window: int) -> float:
@@ -119,8 +134,9 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
         contiguous=laid.contiguous,
         kind="matmul",
         flops=flops(ins[0], ins[1], ins[2], causal, window),
-        local=partial(_rows, scale=5) if laid.rows else None,
+        local=partial(_rows, scale=5, rows=laid.rows) if laid.rows or laid.ring else None,
         zigzag=laid.zigzag,
+        ring=laid.ring,
         kernel="attention",
         slowdown=_slowdown(node, 7),
     )
@@ -137,9 +153,14 @@ def rows_args(node: Node, scale: int, start: Arg, mask: Arg, *, zigzag: bool = F
     return (node.args[scale], start, zigzag, *rest, *((causal,) if softcap or not causal else ()), *softcap)
 
 
-def _rows(call: LocalCall, scale: int) -> Node:
-    """Attention of the rows that a rank has; scale: which argument that is. Keys are whole."""
+def _rows(call: LocalCall, scale: int, rows: bool) -> Node:
+    """Attention of the rows that a rank has, with all keys or with those that come by. scale: which argument
+    that is. rows: whether it must be told where they begin."""
     if not call.in_split(0, 2):
+        return call.node
+    if call.in_split(KEYS[call.node.op], 2):
+        return _round(call, scale)
+    if not rows:
         return call.node
     mask, causal = call.node.args[scale - 2], bool(call.node.args[scale - 1])
     args = (
@@ -147,6 +168,52 @@ def _rows(call: LocalCall, scale: int) -> Node:
         *rows_args(call.node, scale, call.in_offset(0, 2), mask, zigzag=causal),
     )
     return replace(call.node, op=call.node.op.replace("sdpa", "sdpa_rows"), args=args)
+
+
+def _round(call: LocalCall, scale: int) -> Node:
+    """Attention with keys that go round the axis that divides them and the rows."""
+    placed = call.in_layouts[KEYS[call.node.op]]
+    (axis,) = (n for n, p in zip(call.mesh.names, placed, strict=True) if isinstance(p, Shard) and p.dim == 2)
+    args = call.node.args
+    tensors = tuple(a for a in args[: scale - 1] if a is not None)
+    told = (*args[scale - 1 : scale + 1], *_softcap(call.node, scale + 2))
+    return replace(call.node, op=RINGS[call.node.op].op, args=(tensors, axis, *told))
+
+
+def keys_of(node: Node) -> tuple[Arg, Arg]:
+    """Keys and values of attention (`KEYS`)."""
+    args, at = node.args[0] if is_ring(node) else node.args, KEYS[node.op]
+    return args[at], args[at + 1]
+
+
+def repeats_of(node: Node, graph: Graph) -> int:
+    """How many times attention is given every head of the keys, as it is expanded for groups of heads."""
+    makers = {out: each for each in graph.nodes for out in each.outs}
+    (keys, _), types = keys_of(node), graph.types()
+    flat = makers.get(keys.name) if isinstance(keys, Ref) else None
+    wide = makers.get(next(refs_of(flat), "")) if flat is not None and flat.op in RESHAPES else None
+    if wide is None or wide.op != "aten.expand.default":
+        return 1
+    before, after = (types[name].shape for name in (next(refs_of(wide)), wide.name))
+    grouped = len(before) == len(after) == 5 and before[2] == 1
+    return after[2] if grouped else 1
+
+
+def with_keys(node: Node, keys: Arg, values: Arg) -> Node:
+    """Attention with other keys and values."""
+    args, at = node.args[0] if is_ring(node) else node.args, KEYS[node.op]
+    args = (*args[:at], keys, values, *args[at + 2 :])
+    return replace(node, args=(args, *node.args[1:]) if is_ring(node) else args)
+
+
+def of_all_keys(node: Node) -> Node:
+    """Attention on full tensors, of one of keys that go round."""
+    tensors, _, causal, scale, *softcap = node.args
+    backward = node.op == RING_ATTENTION_BACKWARD.op
+    count = 6 if backward else 3
+    mask = tensors[count] if len(tensors) > count else None
+    args = (*tensors[:count], mask, causal, scale, *((0, *softcap) if softcap else ()))
+    return replace(node, op=COLLECTIVES[node.op].product, args=args, kwargs=())
 
 
 def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -163,8 +230,9 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
         "matmul",
         2.5 * flops(ins[1], ins[2], ins[3], causal, window),
         contiguous=laid.contiguous,
-        local=partial(_rows, scale=8) if laid.rows else None,
+        local=partial(_rows, scale=8, rows=laid.rows) if laid.rows or laid.ring else None,
         zigzag=laid.zigzag,
+        ring=laid.ring,
         kernel="attention_backward",
         slowdown=_slowdown(node, 10),
     )
@@ -216,6 +284,10 @@ def sdpa_rows_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     )
 
 
+#: attention of all keys -> that of keys that go round
+RINGS: Mapping[str, CollectiveSpec] = MappingProxyType(
+    {spec.product: spec for spec in (RING_ATTENTION, RING_ATTENTION_BACKWARD)}
+)
 #: ops -> which of their tensors the keys are; values follow
 KEYS: Mapping[str, int] = MappingProxyType(
     {
@@ -223,6 +295,8 @@ KEYS: Mapping[str, int] = MappingProxyType(
         "autoshard.sdpa_rows.default": 1,
         "autoshard.sdpa_backward.default": 2,
         "autoshard.sdpa_rows_backward.default": 2,
+        RING_ATTENTION.op: 1,
+        RING_ATTENTION_BACKWARD.op: 2,
     }
 )
 RULES: Mapping[str, RuleFn] = MappingProxyType(

@@ -58,6 +58,8 @@ class Factored:
     zigzag: factors that may only be split in a zigzag, which gives all ranks the same work.
     exchange: pairs (rows, owners) of factors that one axis may split at once: tensors that have owners are
         split by these, the others by rows, so that ``local`` must send rows to their owners or back.
+    ring: pairs (rows, keys) of factors of one size that one axis may split at once, alike: every tensor has
+        one of the two, and keys go round the ranks of the axis (`runtime.ring_attention`).
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
@@ -77,6 +79,7 @@ class Factored:
     contiguous: frozenset[int] = frozenset()
     zigzag: frozenset[int] = frozenset()
     exchange: tuple[tuple[int, int], ...] = ()
+    ring: tuple[tuple[int, int], ...] = ()
     kernel: Kernel = ""
     recomputed: float = 0.0
     rate: str = ""
@@ -85,8 +88,22 @@ class Factored:
 
     def exchanged(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
         """The axis (its number) over which a call with these layouts exchanges rows, or None."""
+        return self._splits_both(self.exchange, inputs, outputs)
+
+    def circulates(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
+        """The axis (its number) round which keys go in a call with these layouts, or None."""
+        return self._splits_both(self.ring, inputs, outputs)
+
+    def _splits_both(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout | None],
+    ) -> int | None:
+        if not pairs:
+            return None
         laid = [*zip(self.inputs, inputs, strict=True), *zip(self.outputs, outputs, strict=True)]
-        for rows, owners in self.exchange:
+        for rows, owners in pairs:
             both = _axes_of(laid, rows, self.sizes) & _axes_of(laid, owners, self.sizes)
             if both:
                 return min(both)
@@ -105,6 +122,7 @@ class Factored:
             self.contiguous,
             self.zigzag,
             self.exchange,
+            self.ring,
         )
 
     def may_split(self, factor: int, outer: int) -> bool:
@@ -146,6 +164,7 @@ class Factored:
             contiguous=frozenset(number[f] for f in self.contiguous if f in number),
             zigzag=frozenset(number[f] for f in self.zigzag if f in number),
             exchange=tuple((number[a], number[b]) for a, b in self.exchange if a in number and b in number),
+            ring=tuple((number[a], number[b]) for a, b in self.ring if a in number and b in number),
         )
 
     def check(self, ins: Sequence[TensorType], outs: Sequence[TensorType | None]) -> None:

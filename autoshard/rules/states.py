@@ -46,7 +46,7 @@ class OpState:
 class AxisState:
     """What one axis does. factor, part: the factor it splits, and how, seen as a dim of its own.
 
-    owners: the factor that it splits at the same time, if it exchanges rows.
+    owners: the factor that it splits at the same time, if it exchanges rows, or passes keys round.
     """
 
     inputs: tuple[Placement, ...]
@@ -134,9 +134,13 @@ def exchange_state(
     ways: int,
 ) -> AxisState | None:
     """Rows split at ``digit``, and owners in contiguous ranges where a tensor has both; None if that cannot
-    be."""
+    be. Keys of a ring are split as their rows are."""
     rows, owners = pair
     full: Digit = (1, rule.sizes[owners], -1)
+    if pair in rule.ring:
+        if not _rounds(rule, rows, digit, ways):
+            return None
+        full = digit
     placed: list[Placement | None] = []
     tensors = [*zip(rule.inputs, ins, strict=True), *zip(rule.outputs, outs, strict=True)]
     for number, (dims, type_) in enumerate(tensors):
@@ -153,6 +157,14 @@ def exchange_state(
     part = shard_of_digit(rule.sizes[rows], 0, digit[0], digit[1], ways)
     inputs = tuple(p for p in placed[: len(ins)] if p is not None)
     return AxisState(inputs, tuple(placed[len(ins) :]), rows, part, owners)
+
+
+def _rounds(rule: Factored, rows: int, digit: Digit, ways: int) -> bool:
+    """Whether keys may go round an axis that splits rows at ``digit``: in equal parts, in the order of their
+    positions or in a zigzag."""
+    outer, size, _ = digit
+    wanted = (-2, rule.sizes[rows] // 2) if rows in rule.zigzag else (1, rule.sizes[rows])
+    return (outer, size) == wanted and size % ways == 0
 
 
 def _axis_states(
@@ -176,7 +188,7 @@ def _axis_states(
                 state = split_state(rule, ins, outs, factor, digit, ways)
                 if state is not None:
                     result[state] = result.get(state, frozenset()) | {digit[2]}
-        for pair in rule.exchange:
+        for pair in (*rule.exchange, *rule.ring):
             for digit in digits[pair[0]]:
                 state = exchange_state(rule, ins, outs, pair, digit, ways)
                 if state is not None:
@@ -238,7 +250,7 @@ def _combined(
         outputs = tuple([_join(placed) for placed in zip(*[s.outputs for s in combo], strict=True)])
         if not all(map(_fine_output, outs, outputs, fine_out, sizes)):
             continue
-        if not nests(rule, outside, combo, mesh_sizes) or not one_exchange(combo):
+        if not nests(rule, outside, combo, mesh_sizes) or not one_exchange(rule, combo):
             continue
         ways = 1
         for state, size in zip(combo, mesh_sizes, strict=True):
@@ -249,17 +261,23 @@ def _combined(
     return list(result.values())
 
 
-def one_exchange(combo: Sequence[AxisState]) -> bool:
-    """Whether at most one axis exchanges rows, and then no other splits their owners."""
-    owners = [s.owners for s in combo if s.owners is not None]
-    return not owners or (len(owners) == 1 and all(s.factor != owners[0] for s in combo))
+def one_exchange(rule: Factored, combo: Sequence[AxisState]) -> bool:
+    """Whether at most one axis exchanges rows, and then no other splits their owners; nor the rows, if their
+    keys go round."""
+    pairs = [(s.factor, s.owners) for s in combo if s.owners is not None]
+    if not pairs:
+        return True
+    factors = [s.factor for s in combo]
+    rows, owners = pairs[0]
+    alone = factors.count(rows) == 1 or pairs[0] not in rule.ring
+    return len(pairs) == 1 and owners not in factors and alone
 
 
 def nested_exchanges(rule: Factored, combo: Sequence[AxisState], mesh_sizes: Sequence[int]) -> bool:
     """Whether the axes that exchange rows do so with the same owners, of which each has as many ranks as any
     other: rows go to the ranks of the first, and from there to those of the next."""
     pairs = {(s.factor, s.owners) for s in combo if s.owners is not None}
-    if len(pairs) != 1:
+    if len(pairs) != 1 or not pairs.isdisjoint(rule.ring):
         return not pairs
     ((_, owners),) = pairs
     assert owners is not None

@@ -15,15 +15,17 @@ from weakref import WeakValueDictionary
 import torch
 
 from autoshard.ir import Node
-from autoshard.ir.collectives import COLLECTIVES, axes_of, goes_in_turn, is_message
+from autoshard.ir.collectives import COLLECTIVES, EXPERT_RELAY, axes_of, goes_in_turn, is_message
 from autoshard.ir.quantized import WIRE_BITS
+from autoshard.kernels.attention import Gradients
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.runtime import rings
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.exchange import ExpertExchange, Hop, Send
-from autoshard.runtime.pending import Issue, PendingCollective, as_it_is
+from autoshard.runtime.pending import Issue, Pending, PendingCollective, as_it_is
 from autoshard.runtime.resolve import RankView
+from autoshard.runtime.ring_attention import RingAttention
 from autoshard.runtime.shard_utils import join_parts, part_in_blocks, part_shapes, take_part
 from autoshard.runtime.transport import symmetric
 from autoshard.runtime.transport.buckets import Where, emptied, filled, in_one_kernel
@@ -32,7 +34,9 @@ from autoshard.runtime.transport.transport import Transport
 
 
 def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that runs an exchange of tokens over an axis, or over several, outermost first."""
+    """The method that runs an exchange of tokens over an axis, or over several, outermost first. inside: of
+    one axis, ranks that follow each other in a node, if tokens go by node. relayed: whether the second hop is
+    an op of the program (`expert_relay`), which the program alone needs to know."""
 
     def method(
         self: GroupCollectives,
@@ -40,14 +44,43 @@ def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
         xs: Sequence[torch.Tensor],
         axes: str | Sequence[str],
         num_experts: int,
+        inside: int | None = None,
+        relayed: bool = False,
     ) -> Any:
-        return run(self._experts((axes,) if isinstance(axes, str) else tuple(axes)), num_experts, *xs)
+        return run(self._experts((axes,) if isinstance(axes, str) else tuple(axes), inside), num_experts, *xs)
 
     return method
 
 
+def _to_next(over: Transport) -> rings.Pass:
+    """To the next rank, from the one before."""
+    return lambda x, out: over.pass_on(x, out, (over.rank + 1) % over.ways, (over.rank - 1) % over.ways)
+
+
 def _sender(over: Transport) -> Send:
     return lambda rows, sent, given: over.exchange(rows.contiguous(), sent, given)
+
+
+def _by_node(over: Transport, inside: int) -> list[Hop]:
+    """Among the ranks in this one's place of all nodes, then among those of its node."""
+    node, place = divmod(over.rank, inside)
+    across = range(place, over.ways, inside)
+    return [
+        Hop(len(across), node, _sender_among(over, across)),
+        Hop(inside, place, _sender_among(over, range(node * inside, (node + 1) * inside))),
+    ]
+
+
+def _sender_among(over: Transport, peers: range) -> Send:
+    """Rows to and from some ranks of a group."""
+
+    def counts(of_peers: Sequence[int]) -> list[int]:
+        result = [0] * over.ways
+        for peer, count in zip(peers, of_peers, strict=True):
+            result[peer] = count
+        return result
+
+    return lambda rows, sent, given: over.exchange(rows.contiguous(), counts(sent), counts(given))
 
 
 class GroupCollectives:
@@ -66,7 +99,7 @@ class GroupCollectives:
         self.over, self.names, self.watch = dict(transports), dict(names or {}), watch
         #: axis -> the last message that was issued over it of those that go in turn
         self._last: WeakValueDictionary[str, PendingCollective] = WeakValueDictionary()
-        self._exchanges: dict[tuple[str, ...], ExpertExchange] = {}
+        self._exchanges: dict[tuple[tuple[str, ...], int | None], ExpertExchange] = {}
 
     def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
         """The function that runs a ``comm`` node of a segment, "" for one of a part; an `Issue` for one whose
@@ -88,7 +121,7 @@ class GroupCollectives:
             return watched
         if spec.pending:
             start = self._in_turn(bound, "+".join(axes_of(node))) if goes_in_turn(node) else bound
-            return Issue(start, len(node.outs) if spec.bucket else None, name)
+            return Issue(start, len(node.outs) if spec.bucket else None, name, spec is EXPERT_RELAY)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             with collective(name, None):
@@ -191,16 +224,34 @@ class GroupCollectives:
 
         return PendingCollective(self.over[axis].all_to_all(sent), join)
 
-    def _experts(self, axes: tuple[str, ...]) -> ExpertExchange:
-        result = self._exchanges.get(axes)
+    def _experts(self, axes: tuple[str, ...], inside: int | None) -> ExpertExchange:
+        result = self._exchanges.get((axes, inside))
         if result is None:
-            hops = tuple(Hop(o.ways, o.rank, _sender(o)) for o in map(self.over.__getitem__, axes))
-            result = self._exchanges[axes] = ExpertExchange(hops)
+            if inside is None:
+                hops = [Hop(o.ways, o.rank, _sender(o)) for o in map(self.over.__getitem__, axes)]
+            else:
+                hops = _by_node(self.over[axes[0]], inside)
+            result = self._exchanges[axes, inside] = ExpertExchange(tuple(hops))
         return result
 
     expert_route = _with_experts(ExpertExchange.route)
     expert_dispatch = _with_experts(ExpertExchange.dispatch)
     expert_combine = _with_experts(ExpertExchange.combine)
+
+    def expert_relay(
+        self,
+        view: RankView,
+        xs: Sequence[Any],
+        axis: str,
+        num_experts: int,
+        inside: int,
+    ) -> PendingCollective:
+        """The second hop of an exchange by node, if it is still to come. xs: its result, on its way or there,
+        and what it was given."""
+        if isinstance(xs[0], Pending):
+            return xs[0].forward()
+        return PendingCollective(lambda: xs[0], as_it_is)
+
     expert_dispatch_weights = _with_experts(ExpertExchange.dispatch_weights)
     expert_combine_weights = _with_experts(ExpertExchange.combine_weights)
 
@@ -211,7 +262,7 @@ class GroupCollectives:
         if symmetric.usable(xs, dim, outer, self.over[axis].name):
             return symmetric.all_gather_mm(xs, dim, self.over[axis].name)
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        return rings.all_gather_mm(xs, dim, outer, ways, rank, self.over[axis].pass_on)
+        return rings.all_gather_mm(xs, dim, outer, ways, rank, _to_next(self.over[axis]))
 
     def mm_reduce_scatter(
         self,
@@ -226,7 +277,40 @@ class GroupCollectives:
         if len(xs) == 2 and symmetric.usable(xs, dim, outer, self.over[axis].name):
             return symmetric.mm_reduce_scatter(xs, dim, shape, view.size_of(axis), self.over[axis].name)
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        return rings.mm_reduce_scatter(xs, dim, shape, outer, ways, rank, self.over[axis].pass_on)
+        return rings.mm_reduce_scatter(xs, dim, shape, outer, ways, rank, _to_next(self.over[axis]))
+
+    def _ring(self, axis: str, view: RankView, inside: int | None) -> RingAttention:
+        ways = view.size_of(axis)
+        return RingAttention(ways, view.coord_of(axis), inside or ways, self.over[axis].pass_on)
+
+    def ring_attention(
+        self,
+        view: RankView,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        causal: bool,
+        scale: float,
+        softcap: float = 0.0,
+        inside: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's rows over the keys of all ranks of an axis. xs: q, k, v and, if there is
+        one, the mask of all keys. inside: ranks of the axis that are in a node, None for all."""
+        (q, k, v), mask = xs[:3], xs[3] if len(xs) > 3 else None
+        return self._ring(axis, view, inside).forward(q, k, v, mask, causal, scale, softcap)
+
+    def ring_attention_backward(
+        self,
+        view: RankView,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        causal: bool,
+        scale: float,
+        softcap: float = 0.0,
+        inside: int | None = None,
+    ) -> Gradients:
+        """The gradients of q, k and v. xs: grad, q, k, v, out, lse and the mask."""
+        (grad, q, k, v, out, lse), mask = xs[:6], xs[6] if len(xs) > 6 else None
+        return self._ring(axis, view, inside).backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]

@@ -48,7 +48,7 @@ class CompiledSegment:
         env: Env = [*args, *([None] * (self.size - self.inputs))]
         args.clear()
         for part in self.parts:
-            for slot in part.takes if isinstance(part, Subgraph) else part.uses:
+            for slot in part.takes if isinstance(part, Subgraph) else part.awaits:
                 if slot in self.late:
                     env[slot] = arrived(env[slot])
             if isinstance(part, Subgraph):

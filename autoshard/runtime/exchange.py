@@ -16,7 +16,7 @@ import torch
 
 from autoshard.ir.placement import chunk
 from autoshard.ops.experts import sum_rows
-from autoshard.runtime.pending import PendingCollective, as_it_is
+from autoshard.runtime.pending import PendingCollective, Relay, as_it_is
 from autoshard.runtime.transport.transport import Arrival
 
 #: (rows [sum of sent, ...] in the order of the ranks they go to, rows sent to each rank, rows that come
@@ -74,19 +74,15 @@ class TokenExchange:
         """Rows of the tokens of this rank [t, ...] -> of those that its experts work on."""
         arrival = self.hops[0].there(x)
         for hop in self.hops[1:]:
-            arrival = _then(arrival, hop.there)
+            arrival = Relay(arrival, hop.there)
         return arrival
 
     def back(self, x: torch.Tensor) -> Arrival:
         """What was made here of tokens [tokens here, ...] -> its sum for the tokens of this rank [t, ...]."""
         arrival = self.hops[-1].back(x)
         for hop in self.hops[-2::-1]:
-            arrival = _then(arrival, hop.back)
+            arrival = Relay(arrival, hop.back)
         return arrival
-
-
-def _then(arrival: Arrival, step: Callable[[torch.Tensor], Arrival]) -> Arrival:
-    return lambda: step(arrival())()
 
 
 @dataclass

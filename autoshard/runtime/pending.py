@@ -23,6 +23,30 @@ def as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Relay:
+    """A message in two hops. first: waits for what comes; then: sends that on."""
+
+    __slots__ = ("_first", "_second", "_then")
+
+    def __init__(
+        self,
+        first: Callable[[], torch.Tensor],
+        then: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
+    ) -> None:
+        self._first, self._then = first, then
+        self._second: Callable[[], torch.Tensor] | None = None
+
+    def forward(self) -> None:
+        """Waits for the first hop and issues the second, once."""
+        if self._second is None:
+            self._second = self._then(self._first())
+
+    def __call__(self) -> torch.Tensor:
+        self.forward()
+        assert self._second is not None
+        return self._second()
+
+
 class PendingCollective:
     """One message.
 
@@ -48,6 +72,12 @@ class PendingCollective:
                 self.arrive()
         return self._results
 
+    def forward(self) -> PendingCollective:
+        """The message, of two hops on its second."""
+        if isinstance(self._arriving, Relay):
+            self._arriving.forward()
+        return self
+
     def arrive(self) -> Any:
         """The same, with the errors of torch.distributed as they are."""
         if self._arriving is not None:
@@ -65,6 +95,10 @@ class Pending:
     def __init__(self, message: PendingCollective, position: int | None = None) -> None:
         self._message, self._position = message, position
 
+    def forward(self) -> PendingCollective:
+        """Its message, of two hops on its second."""
+        return self._message.forward()
+
     def get(self) -> torch.Tensor:
         """The result, waited for."""
         results = self._message.results()
@@ -76,13 +110,15 @@ class Issue:
     """A collective of one rank that is issued without being waited for.
 
     start: of the arguments of its node, gives a `PendingCollective`. count: of its results, None if they are
-    no list. name: how errors call it.
+    no list. name: how errors call it. relays: whether the first of its arguments may be on its way.
     """
 
-    __slots__ = ("count", "name", "start")
+    __slots__ = ("count", "name", "relays", "start")
 
-    def __init__(self, start: Callable[..., PendingCollective], count: int | None, name: str) -> None:
-        self.start, self.count, self.name = start, count, name
+    def __init__(
+        self, start: Callable[..., PendingCollective], count: int | None, name: str, relays: bool = False
+    ) -> None:
+        self.start, self.count, self.name, self.relays = start, count, name, relays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pending | list[Pending]:
         with collective(self.name, None):

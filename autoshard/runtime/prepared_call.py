@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.ir import CallSite, Node, Ref, refs_of
+from autoshard.runtime.pending import Issue
 from autoshard.runtime.resolve import RankView
 
 #: values by slot
@@ -35,6 +36,14 @@ class PreparedCall:
         """The slots of its arguments."""
         nested = {part for _, parts in self.nested for part in parts if not isinstance(part, Literal)}
         return {slot for _, slot in (*self.refs, *self.kwrefs)} | nested
+
+    @property
+    def awaits(self) -> set[int]:
+        """Those of them that have to be there: all but a message that the op sends on."""
+        if isinstance(self.fn, Issue) and self.fn.relays:
+            _, (first, *_) = self.nested[0]
+            return self.uses - {first}
+        return self.uses
 
     def _add(self, position: int, value: Any, slots: Mapping[str, int]) -> None:
         self.template.append(None)

@@ -46,7 +46,7 @@ class FunctionText:
         self.lines.append(f"[{', '.join(f'v{slot}' for slot in slots)}] = {what}")
 
     def add(self, step: PreparedCall) -> None:
-        for slot in sorted(step.uses):
+        for slot in sorted(step.awaits):
             self.need(slot)
         if isinstance(step.fn, Issue):
             self.pending.update(step.outs)

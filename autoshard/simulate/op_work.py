@@ -9,7 +9,15 @@ from math import prod
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Graph, LocalSize, Node, TensorType, refs_of
-from autoshard.ir.collectives import COLLECTIVES, CollectiveSpec, axes_of, is_ring, spec_of, wheres_of
+from autoshard.ir.collectives import (
+    COLLECTIVES,
+    EXPERT_RELAY,
+    CollectiveSpec,
+    axes_of,
+    is_ring,
+    spec_of,
+    wheres_of,
+)
 from autoshard.ir.experts import exchanged_bytes, owner_ways
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
@@ -28,6 +36,7 @@ from autoshard.simulate.work import (
     Attention,
     CollectiveWork,
     HostWork,
+    Level,
     MatmulWork,
     MemoryWork,
     TiledWork,
@@ -347,6 +356,8 @@ class Ops:
     ) -> list[Work]:
         if spec.family == "ring":
             return rings.apart(node, values, self)
+        if node.op == EXPERT_RELAY.op:
+            return self._relay(node, spec, values)
         if spec.family == "experts":
             return self._exchange(node, spec, values)
         if spec.family == "quantised":
@@ -442,29 +453,44 @@ class Ops:
         tasks, routes = self.behaviour.exchange_tasks, len(ins) == 1
         there: list[Work] = [] if routes or not tasks else [HostWork(tasks, False)]
         back: list[Work] = list(there)
-        for name, sent in zip(axes_of(node), self.sent_tokens(node, values), strict=True):
-            axis = self.mesh.index(name)
-            message, packed = CollectiveWork(spec.primitive, axis, sent), MemoryWork(2.0 * sent)
+        tokens = self.sent_tokens(node, values)
+        for (axis, ways, level), sent in zip(_hops(node, self.mesh), tokens, strict=True):
+            message, packed = CollectiveWork(spec.primitive, axis, sent, level), MemoryWork(2.0 * sent)
             if routes:
                 # first how many tokens go where
-                counts = CollectiveWork(spec.primitive, axis, 8.0 * self.mesh.sizes[axis])
+                counts = CollectiveWork(spec.primitive, axis, 8.0 * ways, level)
                 there += [counts, HostWork(tasks, True)]
             there += [packed, message]
             back[:0] = [message, packed]
         combines = not routes and ins[0].type.filled not in (None, (1, 1))
+        if node.kwarg("relayed", None):  # what is made of rows that come stands behind the second hop
+            return [*local, back[0]] if combines else there[:2]
         return [*local, *back] if combines else [*there, *local]
+
+    def _relay(self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue]) -> list[Work]:
+        """The second hop of an exchange by node: tokens inside the node, or their sums across."""
+        out, axis = values[node.name], self.mesh.index(axes_of(node)[0])
+        across, inside = self.sent_tokens(node, values)
+        if out.type.filled in (None, (1, 1)):
+            far = CollectiveWork(spec.primitive, axis, across, "across")
+            return [MemoryWork(2.0 * inside), far, MemoryWork(2.0 * across)]
+        near = CollectiveWork(spec.primitive, axis, inside, "inside")
+        return [MemoryWork(2.0 * inside), near, MemoryWork(2.0 * self.nbytes(out))]
 
     def sent_tokens(self, node: Node, values: Mapping[str, PlacedValue]) -> tuple[float, ...]:
         """Bytes of the rows of tokens that an exchange with experts sends from a rank over each of its axes,
-        on average."""
+        or of their levels, on average."""
         ins = [values[r.name] for r in node.args[0]]
         slots = values[node.outs[0]] if len(ins) == 1 else ins[2]
-        tokens = ins[0] if ins[0].type.filled in (None, (1, 1)) else values[node.outs[0]]
-        ways = [self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node)]
+        filled = ins[0].type.filled not in (None, (1, 1))
+        tokens = self.nbytes(values[node.outs[0]] if filled else ins[0])
+        if filled and node.op == EXPERT_RELAY.op:  # on its way to slots, of which a token has several
+            tokens /= values[node.outs[0]].type.filled[0]  # type: ignore[index]
+        ways = [ways for _, ways, _ in _hops(node, self.mesh)]
         if self.behaviour.exchange == "choice":
             assert slots.type.filled is not None
-            return tuple(self.nbytes(tokens) * slots.type.filled[0] for _ in ways)
-        return tuple(exchanged_bytes(self.nbytes(tokens), slots.type, ways, self.behaviour.routing))
+            return tuple(tokens * slots.type.filled[0] for _ in ways)
+        return tuple(exchanged_bytes(tokens, slots.type, ways, self.behaviour.routing))
 
 
 def _outer(node: Node) -> int:
@@ -509,13 +535,24 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
     ]
 
 
+def _hops(node: Node, mesh: Mesh) -> list[tuple[int, int, Level]]:
+    """(axis, ranks, level) of all among which an exchange sends tokens, outermost first."""
+    inside = node.kwarg("inside", None)
+    axes = [mesh.index(name) for name in axes_of(node)]
+    if inside is None:
+        return [(axis, mesh.sizes[axis], "all") for axis in axes]
+    return [(axes[0], mesh.sizes[axes[0]] // inside, "across"), (axes[0], inside, "inside")]
+
+
 def product_of(node: Node) -> Node:
-    """The op on full tensors, for one that exchanges tokens; other ops as they are."""
+    """The op on full tensors, for one that exchanges tokens or passes keys round; other ops as they are."""
     spec = spec_of(node)
     if spec is None or not spec.product:
         return node
+    if node.op in attention.KEYS:
+        return attention.of_all_keys(node)
     parts, _, count = node.args
-    return replace(node, op=spec.product, args=parts if len(parts) > 1 else (*parts, count))
+    return replace(node, op=spec.product, kwargs=(), args=parts if len(parts) > 1 else (*parts, count))
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:

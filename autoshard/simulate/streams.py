@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from autoshard.cluster.cluster import Device, host_of
-from autoshard.cost.collective import AxisLink, seconds
+from autoshard.cost.collective import HOPS, AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.ir.collectives import spec_named
 from autoshard.simulate.work import (
@@ -123,7 +123,7 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
                 work.flop / work.reach, work.nbytes, work.dtype, work.backward, device, native=work.native
             )
         case CollectiveWork():
-            return float(seconds(work.kind, work.nbytes, links[work.axis]))
+            return float(seconds(work.kind, work.nbytes, work.link(links)))
         case TiledWork():
             return work.count * sum(_seconds(each, device, links) for each in work.works)
         case Transfer():
@@ -218,7 +218,7 @@ class Player:
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
         spec = spec_named(task.op)
         aside = self.habits.experts and spec is not None and spec.family == "experts"
-        ring = work.kind == "hop"
+        ring = work.kind in HOPS
         return _Timed(
             *(1 + work.axis, cost, task.after, task.inputs, wide, bare),
             in_turn=task.turn,
@@ -256,7 +256,8 @@ def _unpacks(task: OpTask, tasks: Sequence[OpTask]) -> bool:
     if not (spec_named(task.op) is not None and isinstance(task.work, MemoryWork) and task.after):
         return False
     before = tasks[task.after[-1]]
-    return isinstance(before.work, CollectiveWork) and before.work.kind != "hop" and before.name == task.name
+    message = isinstance(before.work, CollectiveWork) and before.work.kind not in HOPS
+    return message and before.name == task.name
 
 
 class _Unpacking(NamedTuple):

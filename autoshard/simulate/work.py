@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from autoshard.cost.link import AxisLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,23 @@ class MemoryWork:
     joined: bool = False
 
 
+Level: TypeAlias = Literal["all", "across", "inside"]
+
+
 @dataclass(frozen=True, slots=True)
 class CollectiveWork:
-    """A collective over a mesh axis. nbytes: as `cost.collective.seconds` counts them."""
+    """A collective over a mesh axis. nbytes: as `cost.collective.seconds` counts them. level: among which of
+    its ranks, all or those of one of its two levels."""
 
     kind: str
     axis: int
     nbytes: float
+    level: Level = "all"
+
+    def link(self, links: Sequence[AxisLink]) -> AxisLink:
+        """What it goes over. links: of the axes."""
+        link = links[self.axis]
+        return link if self.level == "all" else link.across if self.level == "across" else link.inside_nodes
 
 
 @dataclass(frozen=True, slots=True)

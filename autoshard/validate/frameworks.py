@@ -13,6 +13,7 @@ from typing import Any
 
 from autoshard.cost.recipe import MIXED, Recipe
 from autoshard.ir.decode import decoded
+from autoshard.ir.routing import Routing
 from autoshard.simulate.behaviour import Behaviour, Keeps
 from autoshard.validate.rows import Run
 
@@ -32,7 +33,8 @@ class Framework:
     vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor
     ranks; 0 for no padding. wide_gradient: bytes per parameter of gradients that are summed in fp32;
     wide_sum: bytes that a microbatch moves for it, None for as many as in the type of the parameters.
-    exchange_tasks: of its own all-to-all, see `Behaviour`.
+    exchange_tasks: of its own all-to-all, see `Behaviour`. round_robin: whether a gate that forces balance
+    chooses experts in turn.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Framework:
     wide_gradient: int = 4
     wide_sum: int | None = None
     exchange_tasks: int = 0
+    round_robin: bool = False
     remarks: str = ""
 
     @property
@@ -112,6 +115,8 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
         behaviour = replace(behaviour, eager=False)
     if run.dispatcher == "alltoall":
         behaviour = replace(behaviour, exchange="choice", exchange_tasks=framework.exchange_tasks)
+    if framework.round_robin and run.routing == "forced balanced":
+        behaviour = replace(behaviour, routing=Routing(round_robin=True))
     if run.tiling and any(word in str(run.tiling) for word in ("loss", "entropy")):
         behaviour = replace(behaviour, loss_kept=0.0, loss_peak=0.0)
     told = run.overlap

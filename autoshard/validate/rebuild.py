@@ -164,9 +164,9 @@ def rebuilt_run(
     config = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
     solution = CandidateSolution(formulated, placements, config, cluster, placements.lower_bound)
     plan = explain(solution, cluster, scaled.analysis.fingerprint, reasons=False)
-    program = _program(
-        scaled, formulated, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices)
-    )
+    saving = _saving(run, behaviour, cluster, mesh, prices)
+    by_node = behaviour.exchange == "rank"  # as DeepEP and HybridEP send tokens
+    program = _program(scaled, formulated, plan, prices, stages, saving, by_node=by_node)
     told = (*notes, *(stages.notes if stages else ()), *masks.notes)
     return Rebuilt(run, program, cluster, behaviour, told)
 
@@ -197,6 +197,8 @@ def _program(
     prices: CostModels,
     stages: RebuiltStages | None,
     saving: Saving | None,
+    *,
+    by_node: bool,
 ) -> Program:
     model, mesh = scaled.model, formulated.mesh
     if stages is not None:
@@ -209,6 +211,7 @@ def _program(
         scaled.analysis.table,
         saving=saving,
         join_recompute=False,
+        by_node=by_node,
     )
     if plan.microbatches > 1:
         # what it computes is equal for equal microbatches; a second capture would only cost time

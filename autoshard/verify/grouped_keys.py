@@ -9,7 +9,7 @@ from dataclasses import replace
 from autoshard.ir import Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Layout, P, Partial, Placement, R, Shard
-from autoshard.rules.attention import KEYS
+from autoshard.rules.attention import KEYS, with_keys
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.verify.rings import on_a_rank
@@ -38,7 +38,7 @@ def written_out(
         new = Node(op, args, (), (out,), (type_,), node.origin, node.backward)
         nodes.append(on_a_rank(new, known, rules, mesh))
 
-    args, ends = list(node.args), list[tuple[str, str]]()
+    ends, sources = list[tuple[str, str]](), list[Ref]()
     outs, types = list(node.outs), list(node.types)
     for number, name in enumerate(refs[at : at + 2]):
         source = values[name]
@@ -53,7 +53,7 @@ def written_out(
         expanded, repeated = f"{name}.expanded", f"{name}.repeated"
         add(_EXPAND, (Ref(name), wide.shape), expanded, wide, tuple(w for w, _ in placed))
         add(_RESHAPE, (Ref(expanded), flat.shape), repeated, flat, tuple(f for _, f in placed))
-        args[at + number] = Ref(repeated)
+        sources.append(Ref(repeated))
         if at > 1:  # of backward
             out = f"{node.outs[1 + number]}.repeated"
             ends.append((out, node.outs[1 + number]))
@@ -62,7 +62,7 @@ def written_out(
             layouts = [_gradient(g, q) for g, q in zip(total, queries.layout, strict=True)]
             known[out] = PlacedValue(flat, tuple(layouts))
             known[f"{out}.groups"] = PlacedValue(wide, tuple(_split(p, heads) for p in layouts))
-    nodes.append(replace(node, args=tuple(args), outs=tuple(outs), types=tuple(types)))
+    nodes.append(replace(with_keys(node, *sources), outs=tuple(outs), types=tuple(types)))
     for out, end in ends:
         wide_type, layout = known[f"{out}.groups"].type, known[f"{out}.groups"].layout
         add(_RESHAPE, (Ref(out), wide_type.shape), f"{out}.groups", wide_type, layout)

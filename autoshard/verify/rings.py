@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 
 from autoshard.ir import Node, Ref, TensorType, refs_of
-from autoshard.ir.collectives import TensorTransfer, TransferKind, collective
+from autoshard.ir.collectives import EXPERT_RELAY, TensorTransfer, TransferKind, collective, is_ring, spec_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.rings import Ring, ring_of
@@ -47,6 +47,31 @@ def opened(
     new = _Opening(node, ring, dict(values), rules, mesh)
     nodes = new.gather() if ring.gathers else new.scatter()
     return tuple(nodes), new.values
+
+
+def on_levels(node: Node) -> bool:
+    """Whether a node may go over an axis on levels (`passes/partition/axis_levels.py`)."""
+    spec = spec_of(node)
+    return spec is not None and (spec.family == "experts" or (spec.family == "ring" and bool(spec.product)))
+
+
+def broken_levels(node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape) -> str:
+    """What is wrong with the levels of a node; "" if nothing is. They do not change what is computed, if
+    tokens find their experts: every rank has as many."""
+    told = dict(node.kwargs)
+    inside, axis = told.pop("inside", 1), node.args[1]
+    ways = mesh.sizes[mesh.names.index(axis)] if axis in mesh.names else 0
+    relayed = told.pop("relayed", None)
+    if node.op == EXPERT_RELAY.op:
+        source = next(refs_of(node), "")
+        if relayed is not None or source not in values or values[source] != values[node.name]:
+            return f"{source} is no message that could become {node.name}"
+    elif relayed not in (None, True):
+        told["relayed"] = relayed
+    uneven = not is_ring(node) and (ways == 0 or node.args[2] % ways)
+    if told or type(inside) is not int or inside < 1 or ways % inside or uneven:
+        return f"{dict(node.kwargs)} says no levels of the {ways} ranks of {axis}"
+    return ""
 
 
 def _matrix(type_: TensorType, *, rows: bool) -> tuple[int, int] | None:

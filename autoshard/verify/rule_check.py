@@ -104,12 +104,14 @@ def make_call(sample: OpSample) -> SampleNode:
 
 
 def digits_of(rule: Factored) -> list[list[Digit]]:
-    """For every factor the whole and the outer and inner parts of its size, each a class of its own."""
+    """For every factor the full one, outer and inner parts of its size, and its zigzag, each a class of its
+    own."""
     result: list[list[Digit]] = []
     count = 0
-    for size in rule.sizes:
+    for factor, size in enumerate(rule.sizes):
         inside = [d for d in range(2, size) if size % d == 0]
-        parts = [(1, size), *((d, size // d) for d in inside), *((1, d) for d in inside)]
+        zigzag = [(-2, size // 2)] if factor in rule.zigzag and size % 2 == 0 else []
+        parts = [(1, size), *((d, size // d) for d in inside), *((1, d) for d in inside), *zigzag]
         result.append([(outer, own, count + k) for k, (outer, own) in enumerate(parts)])
         count += len(parts)
     return result
@@ -214,7 +216,7 @@ def _exchanged(
         partial(ranks.of("", node, view), xs, *node.args[1:], **dict(node.kwargs))
         for ranks, view, xs in zip(together.ranks, views, inputs, strict=True)
     ]
-    return [(out,) for out in together.run(node, calls)]
+    return [out if isinstance(out, tuple) else (out,) for out in together.run(node, calls)]
 
 
 def _check_output(

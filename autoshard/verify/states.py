@@ -61,7 +61,7 @@ def broken_state(
     for number, combo in enumerate(product(*per_axis)):
         if number >= _COMBOS:
             break
-        exchanged = one_exchange(combo) or nested_exchanges(rule, combo, mesh.sizes)
+        exchanged = one_exchange(rule, combo) or nested_exchanges(rule, combo, mesh.sizes)
         if exchanged and nests(rule, inner, combo, mesh.sizes):
             return None
     return "placement", "axes that split the same factor do not cut all tensors at the same places"
@@ -118,7 +118,7 @@ def readings(
             state = split_state(rule, ins, outs, factor, digit, ways)
             if state is not None:
                 yield state
-        for pair in rule.exchange:
+        for pair in (*rule.exchange, *rule.ring):
             if pair[0] == factor:
                 state = exchange_state(rule, ins, outs, pair, digit, ways)
                 if state is not None:

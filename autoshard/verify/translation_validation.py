@@ -14,16 +14,17 @@ from functools import partial
 
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.boundaries import wires_of
-from autoshard.ir.collectives import exact_transfer, is_ring, spec_of, transfer_of
+from autoshard.ir.collectives import EXPERT_RELAY, exact_transfer, is_ring, spec_of, transfer_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
+from autoshard.rules.attention import KEYS
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.verify.grouped_keys import is_grouped, written_out
 from autoshard.verify.moves import MOVES, broken_moves, moves_of
 from autoshard.verify.operators import Lies, OpChecker
 from autoshard.verify.quantized_norms import QuantizedRows
 from autoshard.verify.result import Finding, ProgramLocation, Rule
-from autoshard.verify.rings import opened
+from autoshard.verify.rings import broken_levels, on_levels, opened
 from autoshard.verify.sequence_slices import Pieces
 from autoshard.verify.value_numbering import (
     ADD,
@@ -130,7 +131,14 @@ class Walk:
         self, node: Node, values: Mapping[str, PlacedValue], at: ProgramLocation, wires: QuantizedRows
     ) -> _Ready:
         """A node, ready to be followed; what is wrong with it as a collective is told. wires: around it."""
+        if node.kwargs and on_levels(node):
+            wrong = broken_levels(node, values, self.judge.mesh)
+            if wrong:
+                self._tell("collective", f"{_short(node.op)} does not make {at.value}", at, wrong)
+            node = replace(node, kwargs=())
         ready = self._node(node, values)
+        if node.op == EXPERT_RELAY.op:  # its result is that of the message that it sends on
+            return replace(ready, moves=((ready.refs[0], node.name),))
         for value, why in wires.broken(node, values, self.judge.mesh):
             self._tell("collective", f"{_short(node.op)} does not make {value}", at, why)
         spec = spec_of(node)
@@ -142,7 +150,7 @@ class Walk:
                 self._check_move(self._node(*rows), rows[1], at)
             return ready
         grouped = is_grouped(node, values)
-        if not (grouped or is_ring(node)):
+        if not (grouped or (is_ring(node) and node.op not in KEYS)):
             self._check_move(ready, values, at)
             return ready
         result = (written_out if grouped else opened)(node, values, self.judge.rules, self.judge.mesh)

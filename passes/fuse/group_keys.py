@@ -15,7 +15,7 @@ from autoshard.ir import Arg, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.ir.views import RESHAPES
 from autoshard.passes.rewrite import replaced_in
-from autoshard.rules.attention import KEYS
+from autoshard.rules.attention import KEYS, keys_of, with_keys
 
 _EXPAND, _SUM = "aten.expand.default", "aten.sum.dim_IntList"
 
@@ -91,12 +91,10 @@ def _grouped(segment: LoweredSegment) -> LoweredSegment:
     for node in graph.nodes:
         if node.op not in KEYS:
             continue
-        at = KEYS[node.op]
-        taken = node.args[at : at + 2]
-        keys, values = (around.repeated(a.name) if isinstance(a, Ref) else None for a in taken)
+        keys, values = (around.repeated(a.name) if isinstance(a, Ref) else None for a in keys_of(node))
         if keys is None or values is None or keys.shape[:4] != values.shape[:4]:
             continue
-        new = replace(node, args=(*node.args[:at], keys.source, values.source, *node.args[at + 2 :]))
+        new = with_keys(node, keys.source, values.source)
         if "backward" in node.op:
             totals = [around.total(o, r.shape) for o, r in zip(node.outs[1:], (keys, values), strict=True)]
             if None in totals:

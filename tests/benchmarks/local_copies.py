@@ -45,6 +45,6 @@ class LocalCopies(Network):
         out = self._apart(x.clone if count == x.shape[0] else rows)
         return lambda: out
 
-    def pass_on(self, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    def pass_on(self, x: torch.Tensor, out: torch.Tensor, after: int, before: int) -> Callable[[], None]:
         self._apart(lambda: out.copy_(x))
         return lambda: None

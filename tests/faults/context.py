@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoshard.ir import Arg, Node
 from autoshard.program.program import Program
+from autoshard.rules.attention import keys_of, with_keys
 from faults.edits import replaced, sites
 from faults.fault import Fault, Kind, rules
 
@@ -83,7 +84,46 @@ def unordered_keys(program: Program) -> Iterator[Fault]:
                 yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
 
 
+def _rings(program: Program) -> Iterator[tuple[str, int, Node]]:
+    return (site for site in sites(program) if site[2].op.startswith("comm.ring_attention"))
+
+
+def all_keys(program: Program) -> Iterator[Fault]:
+    """Rows attend to all keys that come by, also to those behind them."""
+    for name, number, node in _rings(program):
+        wrong = replace(node, args=(*node.args[:2], False, *node.args[3:]))
+        yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
+def keys_for_values(program: Program) -> Iterator[Fault]:
+    """What goes round as keys are the values, and the other way round."""
+    for name, number, node in _rings(program):
+        wrong = with_keys(node, *reversed(keys_of(node)))
+        yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
+def weights_of_other_rows(program: Program) -> Iterator[Fault]:
+    """Parts are weighed by the gradient in place of the result that they were joined to."""
+    for name, number, node in _rings(program):
+        if "backward" in node.op:
+            grad, *rest = node.args[0]
+            given = (grad, *rest[:3], grad, *rest[4:])
+            wrong = replace(node, args=(given, *node.args[1:]))
+            yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
+def no_level(program: Program) -> Iterator[Fault]:
+    """Keys go round among three ranks of a node, of which an axis of four has none."""
+    for name, number, node in _rings(program):
+        wrong = replace(node, kwargs=(("inside", 3),))
+        yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
 KINDS: dict[str, Kind] = {
+    "keys behind a row in a ring": Kind(all_keys, ("ring",)),
+    "keys for values in a ring": Kind(keys_for_values, ("ring",)),
+    "parts of a ring with wrong weights": Kind(weights_of_other_rows, ("ring",)),
+    "a ring on levels that are none": Kind(no_level, ("ring",)),
     "rows of another rank": Kind(wrong_rows, CONTEXT),
     "rows without a zigzag": Kind(no_zigzag, CONTEXT),
     "documents taken for one": Kind(one_document, DOCUMENTS),

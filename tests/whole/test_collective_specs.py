@@ -15,6 +15,7 @@ from autoshard.ir import Node, Origin, TensorType
 from autoshard.ir.collectives import (
     BUCKET_COLLECTIVES,
     COLLECTIVES,
+    EXPERT_EXCHANGES,
     TENSOR_COLLECTIVES,
     TensorTransfer,
     collective,
@@ -25,6 +26,7 @@ from autoshard.ir.collectives import (
 )
 from autoshard.ir.placement import P, Partial, R, Replicate, Shard
 from autoshard.program.known_ops import known_ops
+from autoshard.rules.attention import KEYS
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.simulate.op_work import product_of
 from autoshard.verify.moves import MOVES
@@ -67,8 +69,9 @@ def test_a_row_fits_its_name(op: str) -> None:
     spec = COLLECTIVES[op]
     assert (spec.op, spec_named(f"comm.{spec.name}")) == (op, spec)
     assert spec.bucket == spec.name.endswith("_bucket")
-    assert bool(spec.product) == (spec.family == "experts")
-    node = Node(op, (("rows",), "tp", 4), (), ("y",), ())
+    assert bool(spec.product) == (spec in EXPERT_EXCHANGES or op in KEYS)
+    tensors, told = (("q", "k", "v"), (True, 0.5)) if op in KEYS else (("rows",), (4,))
+    node = Node(op, (tensors, "tp", *told), (), ("y",), ())
     assert is_message(node) == (spec.transfer != "slice")
     assert product_of(node).op == (spec.product or op)
 

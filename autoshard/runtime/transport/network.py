@@ -82,8 +82,7 @@ class Network:
         given = _FUNCTIONAL.all_to_all_single(x, list(received), list(sent), self.name)
         return partial(_given, given, x)
 
-    def pass_on(self, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        after, before = (self.rank + 1) % self.ways, (self.rank - 1) % self.ways
+    def pass_on(self, x: torch.Tensor, out: torch.Tensor, after: int, before: int) -> Callable[[], None]:
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, x, group=self.group, group_peer=after),

@@ -61,8 +61,8 @@ class Transport(Protocol):
         """Rows of x, so many to each rank in turn, and those that come from each."""
         ...
 
-    def pass_on(self, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        """x to the next rank, out from the one before; waits for both when called."""
+    def pass_on(self, x: torch.Tensor, out: torch.Tensor, after: int, before: int) -> Callable[[], None]:
+        """x to a rank, out from another; waits for both when called. Every rank sends one and gets one."""
         ...
 
 

@@ -23,6 +23,7 @@ from autoshard.errors import UsageError
 from autoshard.ir import TensorType
 from autoshard.ir.flow import Place, PortClass
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, layout_ok, shard_of_digit
+from autoshard.rules.attention import repeats_of
 from autoshard.rules.chains import InKernel
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState, op_states
@@ -30,6 +31,7 @@ from autoshard.search.problem.cost_entries import (
     BatchPricing,
     Busy,
     CallGroup,
+    Circulating,
     Entry,
     Exchanged,
     Fixed,
@@ -277,6 +279,10 @@ class _Builder:
             if rule.exchange:
                 exchange = Time("exchange", self.backward[name], *recomputed)
                 self.entries.append(Exchanged(exchange, var, self.counts[name], call, self.exposed))
+            if any(rule.circulates(s.inputs, s.outputs) is not None for s in states):
+                exchange = Time("exchange", self.backward[name], *recomputed)
+                repeats = repeats_of(node, self.model.folded.segments[name])
+                self.entries.append(Circulating(exchange, var, self.counts[name], call, repeats))
             self._busy(name, number, var, call, recomputed)
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)

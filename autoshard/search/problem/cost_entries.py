@@ -220,6 +220,26 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
+class Circulating:
+    """Keys that go round an axis, ``count`` times. repeats: see `CostModel.ring_seconds`."""
+
+    key: Time
+    variable: int
+    count: int
+    call: CallGroup
+    repeats: int
+
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
+        call, price = self.call, prices.cost.ring_seconds
+        given, times = (call.rule, call.ins, call.outs), (prices.scale, self.repeats)
+        more = [
+            price(*given, state, prices.sizes, busy, *times)
+            for state, busy in zip(call.states, prices.busy(call), strict=True)
+        ]
+        terms.add(self.key, self.variable, np.array(more) * self.count)
+
+
+@dataclass(frozen=True)
 class Joined:
     """The reshard between two variables, ``count`` times. larger: kind of those to layouts of more bytes."""
 

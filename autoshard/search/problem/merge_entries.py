@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from autoshard.search.problem.cost_entries import Busy, Entry, Exchanged, Joined, Recomputed
+from autoshard.search.problem.cost_entries import Busy, Circulating, Entry, Exchanged, Joined, Recomputed
 
-_COUNTED = Busy | Exchanged | Recomputed | Joined
+_COUNTED = Busy | Circulating | Exchanged | Recomputed | Joined
 
 
 def merged(entries: Sequence[Entry]) -> list[Entry]:

@@ -221,8 +221,12 @@ class _Search:
 
     def _best_division(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
         """Configurations that divide experts over an axis of their own. Wide ones exchange tokens among more
-        ranks, narrow ones gather more."""
-        return self._downhill(sorted(groups, key=lambda g: _expert_ways(g[0].mesh)))
+        ranks, narrow ones gather more; inside a node, exchanges take far less."""
+        node = max((level.size or 1 for level in self.cluster.levels), default=1)
+        inside = [g for g in groups if _expert_ways(g[0].mesh) <= node]
+        rows = [g for g in groups if g not in inside], inside
+        wider, narrower = (sorted(row, key=lambda g: _expert_ways(g[0].mesh)) for row in rows)
+        return [*self._downhill(wider), *self._downhill(narrower, last=bool(wider))]
 
     def _divided_pipelines(
         self, groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue
@@ -243,8 +247,9 @@ class _Search:
         once = {e.configuration: e for e in (*result, *self._downhill(alike))}
         return list(once.values())
 
-    def _downhill(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
-        """Configurations of the middle shape of a row, then of its neighbours as long as that helps."""
+    def _downhill(self, groups: Sequence[tuple[Staged, ...]], *, last: bool = False) -> list[Estimated]:
+        """Configurations of the middle shape of a row, or of the last, then of its neighbours as long as that
+        helps."""
         queues: dict[int, CandidateQueue] = {}
 
         def seconds(k: int) -> float:
@@ -253,7 +258,7 @@ class _Search:
             first = queues[k].first()
             return inf if first is None else first.seconds
 
-        at, within = len(groups) // 2, range(len(groups))
+        at, within = len(groups) - 1 if last else len(groups) // 2, range(len(groups))
         if groups:
             seconds(at)
         for way in (1, -1):
