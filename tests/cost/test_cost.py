@@ -164,6 +164,25 @@ def test_axis_over_nodes_shares_their_links() -> None:
     assert link("dp=8", 0) == AxisLink(1e-5, 20e9, 8, 5e9, 4)
 
 
+def test_pairs_over_nodes_have_a_card_each() -> None:
+    """NVLink is slower than the eight cards of a node together, and faster than each of them."""
+    cluster, mesh = load_cluster("h100-dgx"), Mesh.parse("fsdp=2,ep=16")
+    over, inside = (
+        link_of(cluster.used_by(32), mesh, 1),
+        link_of(cluster.used_by(32), Mesh.parse("dp=4,ep=8"), 1),
+    )
+    node, network = (level.reached for level in cluster.levels[:2])
+    assert over.bandwidth == node < 8 * network
+    assert (over.alone, over.local, over.together, inside.together) == (network, 8, 8, 0)
+    # half of what a rank sends leaves its node, over its own card
+    assert seconds("all_to_all", 1e9, over) == pytest.approx(0.5e9 / network, rel=0.02)
+    across, within = over.across, over.inside_nodes
+    assert (across.size, across.alone, within.size, within.alone) == (2, network, 8, node)
+    # a ring crosses over one card, those of a node over all
+    assert seconds("hop", 1e9, over) == pytest.approx(1e9 / network, rel=0.01)
+    assert seconds("level_hop", 1e9, over) == pytest.approx(1e9 / node, rel=0.1)
+
+
 def test_the_slowest_level_crossed_counts() -> None:
     slow_inside = Cluster("slow", None, DEVICE, (Level("node", 4, 1e-6, 1e9), Level("net", None, 1e-5, 10e9)))
     assert link("dp=8", 0, slow_inside) == AxisLink(1e-5, 1e9, 8, 1e9, 1)

@@ -30,6 +30,16 @@ def test_the_load_of_the_fullest_rank() -> None:
     assert Routing(worst=True).load(2, 8, 4) == 4.0
     assert Routing(worst=True).load(2, 8, 8) == 4.0
     assert Routing((COUNTS,)).load(2, 8, 1) == 1.0
+
+
+def test_among_how_many_ranks_a_token_has_experts() -> None:
+    # drawn one by one, or in turn, so that they are neighbours
+    assert Routing().owners(2, 8, 4) == pytest.approx(4 * (1 - (3 / 4) ** 2))
+    in_turn = Routing(round_robin=True)
+    assert [in_turn.owners(2, 8, ways) for ways in (1, 2, 4, 8)] == [1, 1, 1, 2]
+    assert in_turn.owners(8, 256, 64) == 2 and in_turn.owners(8, 256, 8) == 1
+    # three of eight, from every place on: (0 1 2) (3 4 5) (6 7 0) ... among two parts of four
+    assert in_turn.owners(3, 8, 2) == (1 + 2 + 2 + 1 + 1 + 2 + 2 + 1) / 8
     spread = Routing((zipf(1.0, 8),), ordered=False).load(2, 8, 4)
     assert fullest(zipf(1.0, 8), 4) > spread > 1.0
     with pytest.raises(UsageError, match="8 experts, and the model 16"):
