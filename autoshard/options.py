@@ -122,9 +122,9 @@ class PassOptions:
 
     allow: str = option(
         "",
-        "with how few bits parameters, gradients and activations may travel where that is faster "
-        "[default: all bits]",
-        metavar="int8-weights,int4-gradients,int8-activations",
+        "with how few bits parameters, gradients, activations and tokens of experts may travel where that is "
+        "faster [default: all bits]",
+        metavar="int8-weights,int4-gradients,int8-activations,int8-tokens",
     )
     hierarchy: str = option(
         "off",

@@ -139,6 +139,7 @@ EXPERT_EXCHANGES = tuple(
     for name in ("route", "dispatch", "combine", "dispatch_weights", "combine_weights")
 )
 #: of these, those of rows as wide as the model, whose second hop is an op of its own if they go by node
+DISPATCHES = frozenset(spec.op for spec in EXPERT_EXCHANGES if spec.name == "expert_dispatch")
 RELAYED = frozenset(
     spec.op for spec in EXPERT_EXCHANGES if spec.name in ("expert_dispatch", "expert_combine")
 )
@@ -274,6 +275,8 @@ def kept_outs(node: Node, outs: Collection[str]) -> Node | None:
 def sent_bits(node: Node) -> tuple[int, ...]:
     """With how few bits each tensor of a quantised collective travels, 0 for all of them; () for others."""
     spec = COLLECTIVES.get(node.op)
+    if spec is not None and spec.op in DISPATCHES and node.kwarg("bits", 0):
+        return (node.kwarg("bits", 0),)
     if spec is None or spec.family != "quantised":
         return ()
     return (WIRE_BITS,) if spec.packed else tuple(node.args[3])

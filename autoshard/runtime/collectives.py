@@ -46,8 +46,10 @@ def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
         num_experts: int,
         inside: int | None = None,
         relayed: bool = False,
+        **told: Any,
     ) -> Any:
-        return run(self._experts((axes,) if isinstance(axes, str) else tuple(axes), inside), num_experts, *xs)
+        exchange = self._experts((axes,) if isinstance(axes, str) else tuple(axes), inside)
+        return run(exchange, num_experts, *xs, **told)
 
     return method
 
@@ -245,6 +247,8 @@ class GroupCollectives:
         axis: str,
         num_experts: int,
         inside: int,
+        bits: int = 0,
+        group: int = 0,
     ) -> PendingCollective:
         """The second hop of an exchange by node, if it is still to come. xs: its result, on its way or there,
         and what it was given."""

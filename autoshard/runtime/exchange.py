@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 
 from autoshard.ir.placement import chunk
+from autoshard.kernels.quant import dequantise_rows, quantise_rows
 from autoshard.ops.experts import sum_rows
 from autoshard.runtime.pending import PendingCollective, Relay, as_it_is
 from autoshard.runtime.transport.transport import Arrival
@@ -124,10 +125,23 @@ class ExpertExchange:
         return slots
 
     def dispatch(
-        self, num_experts: int, x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor
+        self,
+        num_experts: int,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        slots: torch.Tensor,
+        bits: int = 0,
+        group: int = 0,
     ) -> PendingCollective:
-        """x [t, h] -> [s, h]."""
+        """x [t, h] -> [s, h]. bits, group: with how few bits rows travel, 0 for all of them, and how many
+        elements share a scale."""
         exchange = self._exchange(chosen, num_experts)
+        if bits:
+            told = x.shape[1], bits, group, x.dtype
+            wires = exchange.there(quantise_rows(x.contiguous(), bits, group))
+            return PendingCollective(
+                wires, lambda rows: _ops.dispatch(dequantise_rows(rows, *told), exchange.here, slots)
+            )
         return PendingCollective(exchange.there(x), lambda rows: _ops.dispatch(rows, exchange.here, slots))
 
     def combine(

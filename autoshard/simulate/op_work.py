@@ -454,6 +454,8 @@ class Ops:
         there: list[Work] = [] if routes or not tasks else [HostWork(tasks, False)]
         back: list[Work] = list(there)
         tokens = self.sent_tokens(node, values)
+        if node.kwarg("bits", 0):
+            there.append(MemoryWork(self.nbytes(ins[0]) * (1 + self._narrow_rows(node, values))))
         for (axis, ways, level), sent in zip(_hops(node, self.mesh), tokens, strict=True):
             message, packed = CollectiveWork(spec.primitive, axis, sent, level), MemoryWork(2.0 * sent)
             if routes:
@@ -464,8 +466,18 @@ class Ops:
             back[:0] = [message, packed]
         combines = not routes and ins[0].type.filled not in (None, (1, 1))
         if node.kwarg("relayed", None):  # what is made of rows that come stands behind the second hop
-            return [*local, back[0]] if combines else there[:2]
+            return [*local, back[0]] if combines else there[: 2 + bool(node.kwarg("bits", 0))]
+        if node.kwarg("bits", 0):
+            there.append(MemoryWork(tokens[-1] * (1 + 1 / self._narrow_rows(node, values))))
         return [*local, *back] if combines else [*there, *local]
+
+    def _narrow_rows(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
+        """How wide a row is that is sent, beside one with all bits."""
+        bits, type_ = node.kwarg("bits", 0), values[node.outs[0]].type
+        if not bits:
+            return 1.0
+        width = type_.shape[-1]
+        return packed_bytes([width], (bits,), node.kwarg("group", 0), 0) / (width * DTYPES[type_.dtype][1])
 
     def _relay(self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue]) -> list[Work]:
         """The second hop of an exchange by node: tokens inside the node, or their sums across."""
@@ -475,7 +487,8 @@ class Ops:
             far = CollectiveWork(spec.primitive, axis, across, "across")
             return [MemoryWork(2.0 * inside), far, MemoryWork(2.0 * across)]
         near = CollectiveWork(spec.primitive, axis, inside, "inside")
-        return [MemoryWork(2.0 * inside), near, MemoryWork(2.0 * self.nbytes(out))]
+        wide = inside * (1 + 1 / self._narrow_rows(node, values)) if node.kwarg("bits", 0) else 0.0
+        return [MemoryWork(2.0 * inside), near, MemoryWork(2.0 * self.nbytes(out) + wide)]
 
     def sent_tokens(self, node: Node, values: Mapping[str, PlacedValue]) -> tuple[float, ...]:
         """Bytes of the rows of tokens that an exchange with experts sends from a rank over each of its axes,
@@ -486,6 +499,7 @@ class Ops:
         tokens = self.nbytes(values[node.outs[0]] if filled else ins[0])
         if filled and node.op == EXPERT_RELAY.op:  # on its way to slots, of which a token has several
             tokens /= values[node.outs[0]].type.filled[0]  # type: ignore[index]
+        tokens *= self._narrow_rows(node, values)
         ways = [ways for _, ways, _ in _hops(node, self.mesh)]
         if self.behaviour.exchange == "choice":
             assert slots.type.filled is not None

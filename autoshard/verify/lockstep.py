@@ -48,8 +48,8 @@ LR = 1e-3
 class Rounded:
     """What quantising did to all messages of a kind: see `runtime.lockstep.rounding.Rounding`.
 
-    what: parameters, activations, gradients, or operands of products. name: the value with the worst error;
-    worst, mean: of the errors of all values.
+    what: parameters, activations, gradients, tokens, or operands of products. name: the value with the worst
+    error; worst, mean: of the errors of all values.
     """
 
     kind: str
@@ -202,7 +202,7 @@ def _rounded(program: Program, errors: Sequence[Rounding]) -> Iterator[Rounded]:
 
     def group(r: Rounding) -> tuple[str, str, int]:
         gathered = "parameters" if r.name in weights.inside[r.segment] else "activations"
-        what = {"reduce_scatter": "gradients", "cast": "operands"}.get(r.kind, gathered)
+        what = {"reduce_scatter": "gradients", "cast": "operands", "dispatch": "tokens"}.get(r.kind, gathered)
         return r.kind, what, r.bits
 
     for kind, what, bits in dict.fromkeys(map(group, errors)):

@@ -13,6 +13,7 @@ from autoshard.ir import Node, Ref, TensorType, refs_of
 from autoshard.ir.collectives import EXPERT_RELAY, TensorTransfer, TransferKind, collective, is_ring, spec_of
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
+from autoshard.ir.quantized import WIRE_BITS
 from autoshard.ir.rings import Ring, ring_of
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import LocalCall, MeshShape, symbolic_shape
@@ -61,7 +62,9 @@ def broken_levels(node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
     told = dict(node.kwargs)
     inside, axis = told.pop("inside", 1), node.args[1]
     ways = mesh.sizes[mesh.names.index(axis)] if axis in mesh.names else 0
-    relayed = told.pop("relayed", None)
+    relayed, bits, group = (told.pop(key, None) for key in ("relayed", "bits", "group"))
+    if (bits, type(group)) not in ((None, type(None)), (WIRE_BITS, int)) or (bits and is_ring(node)):
+        return f"no tokens travel with {bits} bits in groups of {group}"
     if node.op == EXPERT_RELAY.op:
         source = next(refs_of(node), "")
         if relayed is not None or source not in values or values[source] != values[node.name]:

@@ -14,7 +14,7 @@ from functools import partial
 
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.boundaries import wires_of
-from autoshard.ir.collectives import EXPERT_RELAY, exact_transfer, is_ring, spec_of, transfer_of
+from autoshard.ir.collectives import EXPERT_RELAY, exact_transfer, is_ring, sent_bits, spec_of, transfer_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
 from autoshard.rules.attention import KEYS
@@ -135,6 +135,7 @@ class Walk:
             wrong = broken_levels(node, values, self.judge.mesh)
             if wrong:
                 self._tell("collective", f"{_short(node.op)} does not make {at.value}", at, wrong)
+            self.out.rounded += any(sent_bits(node))
             node = replace(node, kwargs=())
         ready = self._node(node, values)
         if node.op == EXPERT_RELAY.op:  # its result is that of the message that it sends on

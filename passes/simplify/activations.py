@@ -66,6 +66,10 @@ class Activations:
         while any([self._backwards(lowered, item) for item in reversed(lowered.main)]):
             pass
 
+    def is_gradient(self, name: str, inside: str) -> bool:
+        """Whether a value depends on a gradient of an output."""
+        return bool(self.inside[inside].get(name, _From.NOTHING) & _From.TANGENT)
+
     def _forwards(self, lowered: Lowered, item: Instruction) -> bool:
         """Follow what one instruction makes from what; whether anything was learned."""
         main = self.inside[""]

@@ -12,14 +12,21 @@ import torch
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import CollectiveError, VerificationError
 from autoshard.ir import Call, Node
-from autoshard.ir.collectives import axes_of, is_collective, sent_bits
+from autoshard.ir.collectives import DISPATCHES, axes_of, is_collective, sent_bits
 from autoshard.ir.lowered import StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.placement import Shard
 from autoshard.program.program import Program
 from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.lockstep.in_process import Together, groups_of
-from autoshard.runtime.lockstep.rounding import Rounding, exact_message, of_message, of_op, rounded_output
+from autoshard.runtime.lockstep.rounding import (
+    Rounding,
+    exact_message,
+    of_message,
+    of_op,
+    of_tokens,
+    rounded_output,
+)
 from autoshard.runtime.prepared_call import Env, PreparedCall
 from autoshard.runtime.prepared_steps import PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
@@ -160,7 +167,9 @@ class Lockstep:
             results = self.together.run(node, calls)
         for step, env, result in zip(steps, envs, results, strict=True):
             step.store(env, result)
-        if given and isinstance(node.args[0], tuple):
+        if given and node.op in DISPATCHES:
+            self.rounding.append(of_tokens(node, given, segment))
+        elif given and isinstance(node.args[0], tuple):
             for group in groups_of(self.views, axes_of(node)):
                 exact = exact_message(node, [given[r][0] for r in group])
                 self.rounding += of_message(node, [results[r] for r in group], exact, segment)

@@ -12,7 +12,7 @@ from autoshard.ir import Node
 from autoshard.ir.collectives import sent_bits, transfer_of
 from autoshard.ir.quantized import WIRE_BITS
 from autoshard.ir.scaled import CAST_SCALED, ELEMENTS
-from autoshard.kernels.quant import dequantise
+from autoshard.kernels.quant import dequantise, dequantise_rows, quantise_rows
 from autoshard.ops.scaled import scaled_back
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.runtime.resolve import find_op
@@ -58,6 +58,14 @@ def exact_message(node: Node, given: Sequence[Sequence[torch.Tensor]]) -> list[l
         return [joined] * ways
     sums = [(reduce_parts(parts, "sum"), where) for parts, where in wheres]
     return [[take_part(x, w[0], ways, k, w[1], w[2]) for x, w in sums] for k in range(ways)]
+
+
+def of_tokens(node: Node, given: Sequence[Sequence[Any]], segment: str) -> Rounding:
+    """Of the rows of tokens that are sent to experts, over all ranks. given: the arguments of each."""
+    told = node.kwarg("bits", 0), node.kwarg("group", 0)
+    rows = [args[0][0] for args in given]
+    pairs = [(dequantise_rows(quantise_rows(x, *told), x.shape[1], *told, x.dtype), x) for x in rows]
+    return Rounding("dispatch", node.name, told[0], _error(pairs), segment)
 
 
 def rounded_output(node: Node) -> int | None:
