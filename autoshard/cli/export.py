@@ -14,8 +14,7 @@ from autoshard.cli.output import Progress, print_json, reporting, stdout
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.interop.targets import BuiltModel
-    from autoshard.planner.planning import Planned
+    pass
 
 PlanFolder = Annotated[
     Path, typer.Argument(metavar="PLAN_DIR", help="a folder that `autoshard plan` wrote", show_default=False)
@@ -40,6 +39,8 @@ def export_command(
 ) -> None:
     """Write a plan for torch's own parallel APIs, or as a tp_plan for transformers."""
     with reporting(debug):
+        from autoshard.cli.folders import read_plan
+        from autoshard.cli.opened import Opener
         from autoshard.interop.export import FORMATS, export
 
         if format not in FORMATS:
@@ -47,9 +48,12 @@ def export_command(
         if out is not None:
             check_file(out, overwrite=overwrite)
         say = Progress()
-        planned, built = _planned(plan, rules, say)
+        planned = Opener(rules, say).planned(*read_plan(plan))
+        source = planned.source
+        assert source is not None
         say("reading it by modules")
-        exported = export(planned, format, model=built.model, example_inputs=built.inputs)
+        inputs = source.args, source.kwargs
+        exported = export(planned, format, model=source.model, example_inputs=inputs)
         if out is not None:
             write_atomically(out, exported.text)
         if json:
@@ -68,27 +72,6 @@ def export_command(
             print(exported.text, end="")
         else:
             stdout().print(f"written to {out}", markup=False)
-
-
-def _planned(folder: Path, rules: Path | None, say: Progress) -> tuple[Planned, BuiltModel]:
-    """A stored plan with its model, which is captured again."""
-    from autoshard.capture.capture import capture
-    from autoshard.cli.folders import read_plan
-    from autoshard.cluster import load_cluster
-    from autoshard.interop.targets import build, load_rules
-    from autoshard.planner.analysis import analyse
-    from autoshard.planner.planning import Planned
-    from autoshard.runtime.arguments import split_inputs
-
-    stored, request = read_plan(folder)
-    custom_rules = load_rules(rules)
-    say(f"building {request.target}")
-    built = build(request.target, batch=request.inputs.get("batch"), seq=request.inputs.get("seq"))
-    args, kwargs = split_inputs(built.inputs)
-    say("capturing")
-    joint = capture(built.model, args, kwargs)
-    analysis = analyse(joint, replicate_unknown=bool(stored.replicated), rules=custom_rules, progress=say)
-    return Planned(stored, analysis, load_cluster(stored.cluster)), built
 
 
 def check_file(out: Path, *, overwrite: bool) -> None:

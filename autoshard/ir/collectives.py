@@ -138,11 +138,9 @@ EXPERT_EXCHANGES = tuple(
     )
     for name in ("route", "dispatch", "combine", "dispatch_weights", "combine_weights")
 )
-#: of these, those of rows as wide as the model, whose second hop is an op of its own if they go by node
 DISPATCHES = frozenset(spec.op for spec in EXPERT_EXCHANGES if spec.name == "expert_dispatch")
-RELAYED = frozenset(
-    spec.op for spec in EXPERT_EXCHANGES if spec.name in ("expert_dispatch", "expert_combine")
-)
+#: exchanges whose second hop is an op of its own if they go by node: those of which is known what goes where
+RELAYED = frozenset(spec.op for spec in EXPERT_EXCHANGES if spec.agreed)
 #: sends on what an exchange by node has brought to this node, or to the node that it came from
 EXPERT_RELAY = CollectiveSpec("comm.expert_relay.default", "experts", "all_to_all", "all_to_all")
 ALL_GATHER_MM = CollectiveSpec("comm.all_gather_mm.default", "ring", "all_gather", "all_gather")

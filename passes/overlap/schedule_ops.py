@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from operator import itemgetter
 
 from autoshard.ir import Graph, Node, refs_of
-from autoshard.ir.collectives import axes_of, goes_in_turn, is_message, is_ring, spec_of
+from autoshard.ir.collectives import axes_of, goes_in_turn, is_message, is_ring, nbytes_made, spec_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.rules.chains import FusedKernels, InKernel
@@ -48,16 +48,34 @@ def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
     first = next((n for n in nodes if is_message(n)), None)
     if first is None:
         return segment
-    costs = node_seconds(segment, seconds)
-    before = _played(nodes, costs)
-    after, order = _shortest_order(segment.graph, costs)
+    costs = dict(zip(nodes, node_seconds(segment, seconds), strict=True))
+    before = _played(nodes, list(costs.values()))
+    graph, after = segment.graph, before
+    for each in dict.fromkeys((graph, _largest_last(graph))):
+        took, order = _shortest_order(each, [costs[n] for n in each.nodes])
+        if took < after:
+            after, graph = took, replace(graph, nodes=tuple(each.nodes[k] for k in order))
     if not after < before * (1 - _WORTH):
         return segment
     note = f"reordered beside its messages: {after * 1e6:.0f} us, was {before * 1e6:.0f} us"
-    graph = replace(segment.graph, nodes=tuple(nodes[k] for k in order))
     said = segment.why.get(first.name, "")
     why = {**segment.why, first.name: f"{said}; {note}" if said else note}
     return replace(segment, graph=graph, why=why)
+
+
+def _largest_last(graph: Graph) -> Graph:
+    """With the largest of an axis' messages that go in turn behind the others, which would wait for it."""
+    nodes, used = list(graph.nodes), {r for n in graph.nodes for r in refs_of(n)}
+    turns: dict[tuple[str, ...], list[Node]] = {}
+    for node in nodes:
+        if goes_in_turn(node):
+            turns.setdefault(axes_of(node), []).append(node)
+    for each in turns.values():
+        largest = max(each, key=nbytes_made)
+        if largest is not each[-1] and used.isdisjoint(largest.outs):
+            nodes.remove(largest)
+            nodes.append(largest)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def shortest(graph: Graph, costs: Sequence[float], *, moving: bool) -> float:
