@@ -14,7 +14,7 @@ from autoshard.ir.types import TensorType
 
 #: layout: brings tensors into another layout. quantised: the same with fewer bits. experts: tokens are sent
 #: to the ranks of their experts, or back. ring: products whose chunks travel round the ranks of an axis
-#: meanwhile (`ir.rings`)
+#: meanwhile (`ir.rings`), and attention whose keys do (`runtime.ring_attention`)
 Family: TypeAlias = Literal["layout", "quantised", "experts", "ring"]
 TransferKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
 
@@ -45,8 +45,8 @@ class CollectiveSpec:
     does so. fits: which two of them. bucket: whether it moves several tensors in one message. in_turn:
     whether large ones go out over an axis one at a time, as they hold what they send, and nothing may need
     their results before the end of the step. packed: whether it is given what is sent, rather than values.
-    product: the op on full tensors that an exchange of tokens is. agreed: whether what goes where is known
-    before, so that it need not be waited for.
+    product: the op on full tensors that an exchange of tokens, or attention whose keys go round, is. agreed:
+    whether what goes where is known before, so that it need not be waited for.
     """
 
     op: str

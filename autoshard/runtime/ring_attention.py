@@ -48,13 +48,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Keys and values that a rank has for a step. source: the rank whose they are. first, last: whether they
-    begin, or end, their round inside the node."""
+    """Keys and values that a rank has for a step. source: the rank whose they are. first: whether they begin
+    their round inside the node."""
 
     source: int
     keys: Sequence[torch.Tensor]
     first: bool
-    last: bool
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class RingAttention:
                 last = step + 1 == self.inside
                 near = None if last else self._send(at, self._inside)
                 source = (node - turn) % nodes * self.inside + (place - step) % self.inside
-                yield _Visit(source, at, not step, last)
+                yield _Visit(source, at, not step)
                 if near is not None:
                     near.arrived()
                     at = near.tensors
