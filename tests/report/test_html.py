@@ -267,11 +267,12 @@ class Browser:
         self.driver.find_element("css selector", selector).send_keys(keys)
 
     def go(self, address: str) -> None:
-        """Change the address as a link does, and wait until the page has drawn it."""
+        """Change the address as a link does, and wait until the page has drawn it; a key may have changed it
+        just now, of which the page has yet to hear."""
         self.driver.execute_async_script(
-            "const done = arguments[1]; if ((location.hash || '#') === `#${arguments[0]}`) done(); else {"
+            "const done = arguments[1], told = (location.hash || '#') === `#${arguments[0]}`;"
             "addEventListener('hashchange', () => setTimeout(done), { once: true });"
-            "location.hash = arguments[0]; }",
+            "if (told) dispatchEvent(new HashChangeEvent('hashchange')); else location.hash = arguments[0];",
             address,
         )
 
