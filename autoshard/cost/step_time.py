@@ -125,7 +125,7 @@ def step_time(sums: StepSums, overlap: Overlap) -> StepTime:
     """
     compute, exposed, hidden = _spent(sums, overlap)
     p = overlap.stages
-    bubble = overlap.filling * microbatch_seconds(sums, overlap) / p + overlap.hops
+    bubble = overlap.filling * slot_seconds(sums, overlap) / p + overlap.hops
     total = (compute + exposed + sums.update) / p + bubble
     return StepTime(total, compute / p, exposed / p, hidden / p, sums.update / p, bubble)
 
@@ -139,6 +139,17 @@ def busy_seconds(sums: StepSums, overlap: Overlap) -> float:
 def microbatch_seconds(sums: StepSums, overlap: Overlap) -> float:
     """Of computing, and of collectives of activations that nothing hides, in one microbatch on all ranks."""
     return sums.work_forward + sums.work_backward + talk_seconds(sums, overlap)
+
+
+def slot_seconds(sums: StepSums, overlap: Overlap) -> float:
+    """Of one microbatch on all ranks, neither the first nor the last: with what its collectives of parameters
+    take that computing does not hide. Ranks wait for others as long while a pipeline fills and drains."""
+    ahead, behind, _, _ = _windows(sums, overlap)
+    beside = _talk_beside(sums, overlap)
+    moved, both = ahead[0] + behind[0] - beside, min(ahead) + min(behind)
+    edges = overlap.edge / (1 - overlap.edge) * moved if overlap.edge < 1 else 0.0
+    work, talk = sums.work_forward + sums.work_backward, sums.talk + sums.talk_backward
+    return work + talk + moved + edges - overlap.share * both
 
 
 def talk_seconds(sums: StepSums, overlap: Overlap) -> float:
@@ -198,21 +209,20 @@ def weights(overlap: Overlap, bound: Exposure) -> StepSums:
     For any exposure in [0, 1] that is at most the step itself, which has the larger of the two, so the least
     weighted sum is a lower bound; it is equal to the step where the exposure is right (`exposure_of`).
     """
-    m, others, inner = overlap.microbatches, overlap.microbatches - 1, 1 - overlap.edge
+    run, p, inner = overlap.microbatches + overlap.filling, overlap.stages, 1 - overlap.edge
     share, slow = overlap.share, 1 - overlap.share
-    forward = others * bound.forward + bound.first
-    backward = others * bound.backward + bound.last
-    run, p = m + overlap.filling, overlap.stages
-    ahead, behind = m * slow + share * forward, m * slow + share * backward
+    forward = (run - 1) * bound.forward + bound.first
+    backward = (run - 1) * bound.backward + bound.last
+    ahead, behind = run * slow + share * forward, run * slow + share * backward
     free = run - backward
     return StepSums(
         work_forward=(run - share * forward) / p,
         work_backward=(run - share * (backward + free * bound.talk_backward * overlap.beside)) / p,
         talk=run / p,
         talk_backward=(run - share * free * (1 - bound.talk_backward)) / p,
-        gather_forward=(m * overlap.edge + inner * ahead) / p,
-        gather_backward=(m * overlap.edge + inner * behind) / p,
-        reduce=(m * overlap.edge + inner * behind) / p,
+        gather_forward=(run * overlap.edge + inner * ahead) / p,
+        gather_backward=(run * overlap.edge + inner * behind) / p,
+        reduce=(run * overlap.edge + inner * behind) / p,
         first=(overlap.edge + inner * (slow + share * bound.first)) / p,
         last=(overlap.edge + inner * (slow + share * bound.last)) / p,
         update=1.0 / p,

@@ -14,7 +14,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import rooms, stage_machines
-from autoshard.cost.step_time import microbatch_seconds, step_time, talk_seconds
+from autoshard.cost.step_time import microbatch_seconds, slot_seconds, step_time, talk_seconds
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.passes.pipeline import LoweringOptions, place
@@ -39,10 +39,10 @@ _ROUNDING = 1e-9
 class Staging:
     """A pipeline, cut.
 
-    schedule: of the full step. costs: of its stages. seconds: of its simulated step, collectives of
-    parameters left out. tried: schedule -> seconds of a step with the best cuts for it, None where nothing
-    fits. layers: costs of stages with the same number of layers in each, None where there are too few layers.
-    bare: seconds of collectives of parameters that nothing hides, on the rank that holds most.
+    schedule: of the full step. costs: of its stages. seconds: of its simulated step, without collectives of
+    parameters that come once a step. tried: schedule -> seconds of a step with the best cuts for it, None
+    where nothing fits. layers: costs of stages with the same number of layers in each, None where there are
+    too few layers. bare: seconds of those, where nothing hides them, on the rank that holds most.
     """
 
     pipeline: Pipeline
@@ -65,14 +65,16 @@ class Staging:
 
 
 def scheduled_seconds(placements: Placement, schedule: str) -> tuple[float, float]:
-    """What the search counts in a schedule: seconds of computing and talking in one microbatch of the full
-    model, and of collectives of parameters that nothing hides, in one step on a rank that holds as many of
-    them as the others. Nothing hides collectives of activations where backward is split."""
+    """What the search counts in a schedule: seconds of one microbatch of the full model, with what its
+    collectives of parameters take that nothing hides, and of those that come once a step, on a rank that
+    holds as many of them as the others. Nothing hides collectives of activations where backward is split."""
     free = placements.setting
     setting = replace(free, pipe=replace(free.pipe, schedule=schedule))
     sums, overlap = setting.sums(placements.usage), setting.overlap_model
-    talk = setting.microbatches * talk_seconds(sums, overlap) / overlap.stages
-    return microbatch_seconds(sums, overlap), max(0.0, step_time(sums, overlap).exposed - talk)
+    slot = slot_seconds(sums, overlap)
+    moved = slot - microbatch_seconds(sums, overlap) + talk_seconds(sums, overlap)
+    rest = step_time(sums, overlap).exposed - setting.microbatches * moved / overlap.stages
+    return slot, max(0.0, rest)
 
 
 class Schedules:

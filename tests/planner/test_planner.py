@@ -26,7 +26,7 @@ from autoshard.cost.step_time import (
     busy_seconds,
     dot,
     exposure_of,
-    microbatch_seconds,
+    slot_seconds,
     step_time,
     weights,
 )
@@ -269,7 +269,7 @@ def test_a_schedule_only_says_how_long_ranks_wait(
     sums, how = StepSums(*seconds), Overlap(8, 0.6, 0.1, 0.5, stages, 3.0, 0.25)
     busy = busy_seconds(sums, how)
     total = step_time(sums, replace(how, filling=filling, hops=hops)).total
-    assert total == busy + (filling * microbatch_seconds(sums, how) / stages + hops)
+    assert total == busy + (filling * slot_seconds(sums, how) / stages + hops)
     parts = [StepSums(**{f.name: getattr(sums, f.name)}) for f in fields(StepSums)]
     assert sum(parts, StepSums()) == sums
 

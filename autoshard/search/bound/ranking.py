@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.step_time import StepSums, busy_seconds, microbatch_seconds, mixed
+from autoshard.cost.step_time import StepSums, busy_seconds, mixed, slot_seconds
 from autoshard.search.bound.anchor import AnchorProblem
 from autoshard.search.bound.decomposed_dual_bound import DecomposedDualBound, ZeroStageCosts
 from autoshard.search.bound.dual_function import DualRegime
@@ -232,7 +232,7 @@ class _Ways:
             overlap = self[k].overlap_model
             if pipe.splits_backward not in once:
                 once[pipe.splits_backward] = [
-                    (busy_seconds(sums, overlap), microbatch_seconds(sums, overlap) / overlap.stages)
+                    (busy_seconds(sums, overlap), slot_seconds(sums, overlap) / overlap.stages)
                     for sums in plain
                 ]
             waits, hops, spent = overlap.filling, overlap.hops, once[pipe.splits_backward]
