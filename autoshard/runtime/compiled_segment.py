@@ -28,11 +28,12 @@ class CompiledSegment:
         outputs: Sequence[int],
         late: Collection[int],
         kept: Path | None = None,
+        ragged: Collection[int] = (),
     ) -> None:
         """inputs: how many slots are arguments. size: of all slots. late: those that messages fill. kept: a
-        folder of compiled graphs."""
+        folder of compiled graphs. ragged: slots of values with as many rows as the data say."""
         self.kept = kept
-        self.parts = parts_of(steps, outputs, late)
+        self.parts = parts_of(steps, outputs, late, ragged)
         self.inputs, self.size, self.outputs, self.late = inputs, size, outputs, late
         #: types and strides of the arguments -> code, which itself checks their sizes
         self.codes: dict[tuple[Any, ...], SegmentCode] = {}

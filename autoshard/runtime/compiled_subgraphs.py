@@ -115,10 +115,17 @@ def separated(outs: Sequence[torch.Tensor], shared: Collection[int]) -> Sequence
 Part: TypeAlias = "Subgraph | PreparedCall"
 
 
-def parts_of(steps: Sequence[PreparedCall], outputs: Collection[int], late: Collection[int]) -> list[Part]:
-    """The steps of a segment in their order, put together to subgraphs. late: slots that messages fill."""
+def parts_of(
+    steps: Sequence[PreparedCall],
+    outputs: Collection[int],
+    late: Collection[int],
+    ragged: Collection[int] = (),
+) -> list[Part]:
+    """The steps of a segment in their order, put together to subgraphs. late: slots that messages fill.
+    ragged: those of values with as many rows as the data say, which no subgraph takes or makes, as its code
+    is for the sizes of its first call."""
     result: list[Part] = []
-    for group, after in _groups(steps, late):
+    for group, after in _groups(steps, late, frozenset(ragged)):
         if len(group) < 2 or all(_family(step) in _UNFUSED for step in group):
             result += group
             continue
@@ -131,7 +138,7 @@ def parts_of(steps: Sequence[PreparedCall], outputs: Collection[int], late: Coll
 
 
 def _groups(
-    steps: Sequence[PreparedCall], late: Collection[int]
+    steps: Sequence[PreparedCall], late: Collection[int], ragged: frozenset[int]
 ) -> Iterator[tuple[list[PreparedCall], Sequence[PreparedCall]]]:
     """(steps that follow one another, all steps after them)."""
     group: list[PreparedCall] = []
@@ -139,11 +146,12 @@ def _groups(
     for k, step in enumerate(steps):
         awaited = step.uses & waiting
         waiting -= awaited
-        if group and (awaited or not _compiles(step)):
+        alone = not _compiles(step) or not ragged.isdisjoint(step.uses.union(step.outs))
+        if group and (awaited or alone):
             yield group, steps[k:]
             group = []
         group.append(step)
-        if not _compiles(step):
+        if alone:
             yield group, steps[k + 1 :]
             group = []
     if group:

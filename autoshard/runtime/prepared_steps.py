@@ -50,6 +50,10 @@ class PreparedSegment:
         ]
         #: slots that messages fill
         self.late = frozenset(o for s in self.steps if isinstance(s.fn, Issue) for o in s.outs)
+        #: slots of values with as many rows as the data say: those of experts
+        self.ragged = frozenset(
+            slots[n] for n, type_ in graph.types().items() if type_.filled not in (None, (1, 1))
+        )
         _plan_frees(graph, self.steps, slots)
 
     def start(self, args: Sequence[Any]) -> Env:
@@ -66,7 +70,8 @@ class PreparedSegment:
     def _run(self) -> SegmentCode:
         """All steps as one function, written at the first call."""
         if self.compiles:
-            return CompiledSegment(self.steps, self.inputs, self.size, self.outputs, self.late, self.kept)
+            told = self.steps, self.inputs, self.size, self.outputs, self.late, self.kept
+            return CompiledSegment(*told, self.ragged)
         source = FunctionText(self.inputs)
         for step in self.steps:
             source.add(step)
