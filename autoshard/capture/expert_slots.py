@@ -55,7 +55,7 @@ def _filled(node: Node, ins: Sequence[TensorType]) -> Node:
     if node.op in _ROUTES:
         experts = node.args[1]
         return _with(node, (min(ins[0].shape[1], experts), experts))
-    slots = next((t for t in ins if t.filled not in (None, (1, 1))), None)
+    slots = next((t for t in ins if t.has_slots), None)
     if slots is None or node.op in _ENDS:
         return node
     hold = _holds_slots(node, ins)
@@ -74,7 +74,7 @@ def _holds_slots(node: Node, ins: Sequence[TensorType]) -> list[bool]:
         raise _refusal(node)
     rule = known(node, [replace(t, filled=None) for t in ins])
     given = list(zip(rule.inputs, ins, strict=True))
-    slots = {f for dims, t in given if t.filled not in (None, (1, 1)) for f in dims[0]}
+    slots = {f for dims, t in given if t.has_slots for f in dims[0]}
     meets = any(t.filled is None and dims and slots & set(dims[0]) for dims, t in given)
     if slots & rule.fixed or (meets and node.op not in experts.RULES):
         raise _refusal(node)

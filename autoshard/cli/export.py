@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from autoshard.cli import options as opt
 from autoshard.cli.output import Progress, print_json, reporting, stdout
 from autoshard.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 PlanFolder = Annotated[
     Path, typer.Argument(metavar="PLAN_DIR", help="a folder that `autoshard plan` wrote", show_default=False)

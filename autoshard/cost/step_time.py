@@ -136,11 +136,6 @@ def busy_seconds(sums: StepSums, overlap: Overlap) -> float:
     return (compute + exposed + sums.update) / overlap.stages
 
 
-def microbatch_seconds(sums: StepSums, overlap: Overlap) -> float:
-    """Of computing, and of collectives of activations that nothing hides, in one microbatch on all ranks."""
-    return sums.work_forward + sums.work_backward + talk_seconds(sums, overlap)
-
-
 def slot_seconds(sums: StepSums, overlap: Overlap) -> float:
     """Of one microbatch on all ranks, neither the first nor the last: with what its collectives of parameters
     take that computing does not hide. Ranks wait for others as long while a pipeline fills and drains."""
@@ -150,11 +145,6 @@ def slot_seconds(sums: StepSums, overlap: Overlap) -> float:
     edges = overlap.edge / (1 - overlap.edge) * moved if overlap.edge < 1 else 0.0
     work, talk = sums.work_forward + sums.work_backward, sums.talk + sums.talk_backward
     return work + talk + moved + edges - overlap.share * both
-
-
-def talk_seconds(sums: StepSums, overlap: Overlap) -> float:
-    """Of collectives of activations that nothing hides, in one microbatch on all ranks."""
-    return sums.talk + sums.talk_backward - overlap.share * _talk_beside(sums, overlap)
 
 
 def _talk_beside(sums: StepSums, overlap: Overlap) -> float:

@@ -48,6 +48,11 @@ class TensorType:
     filled: tuple[int, int] | None = None
 
     @property
+    def has_slots(self) -> bool:
+        """Whether dim 0 has slots of experts: as many rows in memory as the data say."""
+        return self.filled not in (None, (1, 1))
+
+    @property
     def numel(self) -> int:
         """Elements; of slots, those that exist on average."""
         return self.existing(prod(self.shape))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -328,8 +329,10 @@ class PlanningRequest:
             return []
         best = [planned]
         same = _same_as(self._candidates(planned.analysis), planned) if _exchanges(planned) else []
-        for meshes in (same, *self._runners_up(planned)):
-            for chunks in _EXPERT_CHUNKS[meshes is same :] if meshes else ():
+        others = islice(self._runners_up(planned), _MOST_RUNNERS_UP)
+        trials = [(same, _EXPERT_CHUNKS[1:])] if same else []
+        for meshes, several in (*trials, *((other, _EXPERT_CHUNKS) for other in others)):
+            for chunks in several:
                 result = self._in_expert_chunks(planned, chunks, meshes)
                 if result is None:
                     break
@@ -348,15 +351,13 @@ class PlanningRequest:
         candidates = {str(s.mesh): s for s in self._candidates(planned.analysis) if s.ranks == 1}
         config = solution.configuration
         known = {1} if config.pipe.ranks > 1 else {1, _expert_ranks(config.mesh)}
-        left = _MOST_RUNNERS_UP
         for rejected in sorted(solution.rejected, key=lambda r: r.seconds):
             other = candidates.get(rejected.name.split()[0])
             if other is None or rejected.seconds > _NEAR * solution.placements.seconds:
                 continue
             ranks = _expert_ranks(other.mesh)
-            if left and ranks not in known:
+            if ranks not in known:
                 known.add(ranks)
-                left -= 1
                 yield [other]
 
     def _in_expert_chunks(

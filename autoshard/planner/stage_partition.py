@@ -14,7 +14,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import rooms, stage_machines
-from autoshard.cost.step_time import microbatch_seconds, slot_seconds, step_time, talk_seconds
+from autoshard.cost.step_time import slot_seconds, step_time
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.passes.pipeline import LoweringOptions, place
@@ -72,7 +72,7 @@ def scheduled_seconds(placements: Placement, schedule: str) -> tuple[float, floa
     setting = replace(free, pipe=replace(free.pipe, schedule=schedule))
     sums, overlap = setting.sums(placements.usage), setting.overlap_model
     slot = slot_seconds(sums, overlap)
-    moved = slot - microbatch_seconds(sums, overlap) + talk_seconds(sums, overlap)
+    moved = slot - (sums.work_forward + sums.work_backward)
     rest = step_time(sums, overlap).exposed - setting.microbatches * moved / overlap.stages
     return slot, max(0.0, rest)
 

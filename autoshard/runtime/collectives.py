@@ -17,7 +17,6 @@ import torch
 from autoshard.ir import Node
 from autoshard.ir.collectives import COLLECTIVES, EXPERT_RELAY, axes_of, goes_in_turn, is_message
 from autoshard.ir.quantized import WIRE_BITS
-from autoshard.kernels.attention import Gradients
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.runtime import rings
 from autoshard.runtime.checks.check_mode import collective
@@ -50,6 +49,29 @@ def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         exchange = self._experts((axes,) if isinstance(axes, str) else tuple(axes), inside)
         return run(exchange, num_experts, *xs, **told)
+
+    return method
+
+
+def _with_ring(run: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """The method that runs attention of this rank's rows over the keys of all ranks of an axis. tensors: how
+    many it takes, behind which may come the mask of all keys. inside: ranks of the axis that are in a node,
+    None for all."""
+
+    def method(
+        self: GroupCollectives,
+        view: RankView,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        causal: bool,
+        scale: float,
+        softcap: float = 0.0,
+        inside: int | None = None,
+    ) -> Any:
+        ways = view.size_of(axis)
+        ring = RingAttention(ways, view.coord_of(axis), inside or ways, self.over[axis].pass_on)
+        mask = xs[tensors] if len(xs) > tensors else None
+        return run(ring, *xs[:tensors], mask, causal, scale, softcap)
 
     return method
 
@@ -283,38 +305,8 @@ class GroupCollectives:
         ways, rank = view.size_of(axis), view.coord_of(axis)
         return rings.mm_reduce_scatter(xs, dim, shape, outer, ways, rank, _to_next(self.over[axis]))
 
-    def _ring(self, axis: str, view: RankView, inside: int | None) -> RingAttention:
-        ways = view.size_of(axis)
-        return RingAttention(ways, view.coord_of(axis), inside or ways, self.over[axis].pass_on)
-
-    def ring_attention(
-        self,
-        view: RankView,
-        xs: Sequence[torch.Tensor],
-        axis: str,
-        causal: bool,
-        scale: float,
-        softcap: float = 0.0,
-        inside: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of this rank's rows over the keys of all ranks of an axis. xs: q, k, v and, if there is
-        one, the mask of all keys. inside: ranks of the axis that are in a node, None for all."""
-        (q, k, v), mask = xs[:3], xs[3] if len(xs) > 3 else None
-        return self._ring(axis, view, inside).forward(q, k, v, mask, causal, scale, softcap)
-
-    def ring_attention_backward(
-        self,
-        view: RankView,
-        xs: Sequence[torch.Tensor],
-        axis: str,
-        causal: bool,
-        scale: float,
-        softcap: float = 0.0,
-        inside: int | None = None,
-    ) -> Gradients:
-        """The gradients of q, k and v. xs: grad, q, k, v, out, lse and the mask."""
-        (grad, q, k, v, out, lse), mask = xs[:6], xs[6] if len(xs) > 6 else None
-        return self._ring(axis, view, inside).backward(grad, q, k, v, out, lse, mask, causal, scale, softcap)
+    ring_attention = _with_ring(RingAttention.forward, 3)
+    ring_attention_backward = _with_ring(RingAttention.backward, 6)
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]

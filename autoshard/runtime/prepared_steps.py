@@ -51,9 +51,7 @@ class PreparedSegment:
         #: slots that messages fill
         self.late = frozenset(o for s in self.steps if isinstance(s.fn, Issue) for o in s.outs)
         #: slots of values with as many rows as the data say: those of experts
-        self.ragged = frozenset(
-            slots[n] for n, type_ in graph.types().items() if type_.filled not in (None, (1, 1))
-        )
+        self.ragged = frozenset(slots[n] for n, type_ in graph.types().items() if type_.has_slots)
         _plan_frees(graph, self.steps, slots)
 
     def start(self, args: Sequence[Any]) -> Env:

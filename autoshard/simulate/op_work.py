@@ -90,7 +90,7 @@ class Ops:
 
     def load(self, type_: TensorType, layout: Layout) -> float:
         """Slots of the fullest rank over the average, 1 for other values."""
-        if type_.filled in (None, (1, 1)) or self.behaviour.routing == EVEN:
+        if not type_.has_slots or self.behaviour.routing == EVEN:
             return 1.0
         assert type_.filled is not None
         key = *type_.filled, owner_ways(layout, self.mesh.sizes)
@@ -464,7 +464,7 @@ class Ops:
                 there += [counts, HostWork(tasks, True)]
             there += [packed, message]
             back[:0] = [message, packed]
-        combines = not routes and ins[0].type.filled not in (None, (1, 1))
+        combines = not routes and ins[0].type.has_slots
         if node.kwarg("relayed", None):  # what is made of rows that come stands behind the second hop
             return [*local, back[0]] if combines else there[: 2 + bool(node.kwarg("bits", 0))]
         if node.kwarg("bits", 0):
@@ -483,7 +483,7 @@ class Ops:
         """The second hop of an exchange by node: tokens inside the node, or their sums across."""
         out, axis = values[node.name], self.mesh.index(axes_of(node)[0])
         across, inside = self.sent_tokens(node, values)
-        if out.type.filled in (None, (1, 1)):
+        if not out.type.has_slots:
             far = CollectiveWork(spec.primitive, axis, across, "across")
             return [MemoryWork(2.0 * inside), far, MemoryWork(2.0 * across)]
         near = CollectiveWork(spec.primitive, axis, inside, "inside")
@@ -495,7 +495,7 @@ class Ops:
         or of their levels, on average."""
         ins = [values[r.name] for r in node.args[0]]
         slots = values[node.outs[0]] if len(ins) == 1 else ins[2]
-        filled = ins[0].type.filled not in (None, (1, 1))
+        filled = ins[0].type.has_slots
         tokens = self.nbytes(values[node.outs[0]] if filled else ins[0])
         if filled and node.op == EXPERT_RELAY.op:  # on its way to slots, of which a token has several
             tokens /= values[node.outs[0]].type.filled[0]  # type: ignore[index]

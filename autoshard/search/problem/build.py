@@ -276,11 +276,10 @@ class _Builder:
             call = self._call(name, number, states)
             var = self._add_node(name, number, states)
             recomputed = self.kept.recomputed_by([(name, number)])
+            exchange = Time("exchange", self.backward[name], *recomputed)
             if rule.exchange:
-                exchange = Time("exchange", self.backward[name], *recomputed)
                 self.entries.append(Exchanged(exchange, var, self.counts[name], call, self.exposed))
-            if any(rule.circulates(s.inputs, s.outputs) is not None for s in states):
-                exchange = Time("exchange", self.backward[name], *recomputed)
+            if rule.ring and any(rule.circulates(s.inputs, s.outputs) is not None for s in states):
                 repeats = repeats_of(node, self.model.folded.segments[name])
                 self.entries.append(Circulating(exchange, var, self.counts[name], call, repeats))
             self._busy(name, number, var, call, recomputed)
