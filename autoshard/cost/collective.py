@@ -160,6 +160,8 @@ def _share(n: Bytes, link: AxisLink) -> Bytes:
 
 #: steps of rings, which have no full tensor
 HOPS: Mapping[str, Callable[[Any, AxisLink], Any]] = {"hop": _hop, "level_hop": _level_hop}
+#: what sends to one rank after another, each over its own link, not round a ring
+PAIRWISE = ("all_to_all", "send", "hop")
 _FORMULAS: Mapping[str, Callable[[Any, AxisLink], Any]] = {
     "all_reduce": _all_reduce,
     "all_gather": _gather_or_scatter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, lcm
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,15 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 
 _Ranks: TypeAlias = npt.NDArray[np.int64]
+
+
+class LevelShare(NamedTuple):
+    """A level of wiring that groups of an axis cross. bandwidth: bytes/s of one rank; local: ranks of a group
+    on the same side of it."""
+
+    name: str
+    bandwidth: float
+    local: int
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,8 @@ class AxisLink:
     groups that were timed. hops: of one way round a ring, which ends a step short of its beginning: (how many
     cross a level, seconds per message there), innermost first; () where all are of ``latency``. nccl: whether
     collectives have NCCL's algorithms. levels: of a group over several nodes, the links of the ranks in the
-    same place of each, and of those inside one; () if nodes do not have as many ranks each.
+    same place of each, and of those inside one; () if nodes do not have as many ranks each. crossed: all
+    levels of wiring that a group crosses.
     """
 
     latency: float
@@ -41,6 +51,7 @@ class AxisLink:
     hops: tuple[tuple[int, float], ...] = ()
     nccl: bool = False
     levels: tuple[AxisLink, ...] = field(default=(), compare=False)
+    crossed: tuple[LevelShare, ...] = field(default=(), compare=False)
 
     @property
     def across(self) -> AxisLink:
@@ -126,12 +137,12 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
         rows = _rows(cluster, mesh, axis, order)
         crossed = _by_rows(cluster, mesh.world_size, rows, ordered=order is None)
     shares = [
-        (each.bandwidth / min(each.level.shared_by, mesh.world_size), each.local)
+        LevelShare(each.level.name, each.bandwidth / min(each.level.shared_by, mesh.world_size), each.local)
         for part in crossed
         for each in part
     ]
     # pairs of ranks do not profit from rings: what most of them send far, each sends over its own card
-    share, local = max(shares, key=lambda pair: (size - pair[1]) / pair[0])
+    far = max(shares, key=lambda s: (size - s.local) / s.bandwidth)
     latency = max(part[-1].level.latency for part in crossed if part)
     if cluster.links is not None and cluster.links.latency is not None:
         assert rows is not None
@@ -139,13 +150,14 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
     ways = {_hops(part, size) for part in crossed if part}
     result = AxisLink(
         latency,
-        min(share * local for share, local in shares),
+        min(each.bandwidth * each.local for each in shares),
         size,
-        share,
-        local,
+        far.bandwidth,
+        far.local,
         _tables(crossed, size),
         ways.pop() if len(ways) == 1 and cluster.links is None else (),
         cluster.collectives == "nccl",
+        crossed=tuple(shares),
     )
     if not result.together:
         return result

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoshard.cluster.cluster import Device
+from autoshard.cost.link import AxisLink
 from autoshard.cost.recipe import added_bytes
 from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Phase, StagePart
@@ -26,17 +27,23 @@ from autoshard.simulate.work import MemoryWork, Sheet
 class Parts:
     """Plays the parts of a program on one rank of each stage.
 
-    price: seconds of work on the device.
+    price: seconds of work on the device. links: of the mesh axes.
     """
 
     def __init__(
-        self, program: Program, sheets: Sheets, price: Price, device: Device, behaviour: Behaviour
+        self,
+        program: Program,
+        sheets: Sheets,
+        price: Price,
+        device: Device,
+        behaviour: Behaviour,
+        links: Sequence[AxisLink],
     ) -> None:
         self.program, self.sheets, self.behaviour = program, sheets, behaviour
         grads = (p.type.dtype for p in program.signature.ports if p.kind == "param" and p.type.is_float)
         own, wanted = next(grads, "f32"), behaviour.gradient_dtype
         self.widen = DTYPES[wanted][1] / DTYPES[own][1] if wanted else 1.0
-        self.player = self._player(price, device)
+        self.player = self._player(price, device, links)
         results = zip(program.lowered.results, program.signature.results, strict=True)
         self.gradients = frozenset(value for value, result in results if result.kind == "grad")
         ports = program.signature.ports
@@ -47,7 +54,7 @@ class Parts:
         self._keys: dict[tuple[int, ...], int] = {}
         self._numbers: dict[Hashable, int] = {}
 
-    def _player(self, price: Price, device: Device) -> Player:
+    def _player(self, price: Price, device: Device, links: Sequence[AxisLink]) -> Player:
         how = self.behaviour
         kernels = device.kernels
         habits = Habits(
@@ -61,7 +68,8 @@ class Parts:
             how.blocking_launches,
             how.exchange_overlap,
         )
-        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, bool(self.program.offload))
+        sizes, hosted = self.sheets.ops.mesh.sizes, bool(self.program.offload)
+        return Player(price, sizes, habits, self.widen, hosted, links)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -69,12 +77,12 @@ class Parts:
         links = ("to host", "from host") if self.program.offload else ()
         return ("compute", *self.sheets.ops.mesh.names, *links)
 
-    def repriced(self, price: Price, device: Device) -> Parts:
+    def repriced(self, price: Price, device: Device, links: Sequence[AxisLink]) -> Parts:
         """The same work at other prices."""
         new = copy(self)
         new.__dict__.pop("all", None)
         new._alike = {}
-        new.player = new._player(price, device)
+        new.player = new._player(price, device, links)
         return new
 
     @cached_property

@@ -105,7 +105,7 @@ class StagePrices:
         self.sheets = Sheets(program, self.behaviour, rank, known)
         device = self.cluster.device
         #: on what bounds all ranks
-        self.parts = Parts(program, self.sheets, self.pricer.price, device, self.behaviour)
+        self.parts = Parts(program, self.sheets, self.pricer.price, device, self.behaviour, self.pricer.links)
         self.stages_of = tuple(
             tuple(s for s, owner in enumerate(self.schedule.owner) if owner == rank)
             for rank in range(self.schedule.ranks)
@@ -119,7 +119,7 @@ class StagePrices:
             new.__dict__.pop(name, None)
         new.cluster = cluster.used_by(self.whole.world_size)
         new.pricer = Pricer(self.program, new.cluster, self.rank, self.behaviour)
-        new.parts = self.parts.repriced(new.pricer.price, new.cluster.device)
+        new.parts = self.parts.repriced(new.pricer.price, new.cluster.device, new.pricer.links)
         return new
 
     @cached_property
@@ -142,8 +142,8 @@ class StagePrices:
     def _own(self) -> Mapping[StageMachine, Parts]:
         result = {}
         for machine in dict.fromkeys(self.machines):
-            price = Pricer(self.program, self.cluster, self.rank, self.behaviour, machine).price
-            result[machine] = self.parts.repriced(price, machine.device)
+            own = Pricer(self.program, self.cluster, self.rank, self.behaviour, machine)
+            result[machine] = self.parts.repriced(own.price, machine.device, own.links)
         return result
 
     @cached_property

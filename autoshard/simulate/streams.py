@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import HOPS, AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.ir.collectives import spec_named
+from autoshard.simulate.contention import Message, delays, demand
 from autoshard.simulate.work import (
     Attention,
     CollectiveWork,
@@ -28,6 +30,10 @@ from autoshard.simulate.work import (
 AHEAD = 2
 #: what prices a piece of work, in seconds
 Price = Callable[[Work], float]
+#: a step of a part, and a task of its sheet
+Place: TypeAlias = tuple[int, int]
+#: how often messages of several axes are delayed by each other before that is taken to have settled
+_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -170,10 +176,19 @@ class Player:
     """
 
     def __init__(
-        self, price: Price, sizes: Sequence[int], habits: Habits, widen: float = 1.0, hosted: bool = False
+        self,
+        price: Price,
+        sizes: Sequence[int],
+        habits: Habits,
+        widen: float = 1.0,
+        hosted: bool = False,
+        links: Sequence[AxisLink] = (),
     ) -> None:
         self.price, self.sizes, self.habits, self.widen = price, tuple(sizes), habits, widen
-        self.hosted = hosted
+        self.hosted, self.links = hosted, links
+        crossed = [share.name for link in links for share in link.crossed]
+        self.shared = len(set(crossed)) < len(crossed)
+        self._demands: dict[CollectiveWork, Mapping[str, float]] = {}
         self._timed: dict[int, tuple[Sheet, list[_Timed]]] = {}
 
     def play(
@@ -188,7 +203,25 @@ class Player:
         parameters: values that are there from the start of the step. gradients: values that nothing in the
         part waits for.
         """
-        run = _Run(self.habits, len(self.sizes), spans, 2 if self.hosted else 0)
+        delayed: dict[Place, float] = {}
+        for _ in range(_ROUNDS if self.shared else 0):
+            result = self._played(steps, parameters, gradients, True, delayed)
+            new = self._delays(steps, result.spans, delayed)
+            if not new:
+                return result if spans else replace(result, spans=())
+            delayed = new
+        return self._played(steps, parameters, gradients, spans, delayed)
+
+    def _played(
+        self,
+        steps: Sequence[SegmentCall],
+        parameters: Collection[str],
+        gradients: Collection[str],
+        spans: bool,
+        delayed: Mapping[Place, float],
+    ) -> Played:
+        """delayed: (step, task) -> seconds by which a message takes longer than on its own."""
+        run = _Run(self.habits, len(self.sizes), spans, 2 if self.hosted else 0, delayed)
         run.fetched.update(parameters)
         for number, step in enumerate(steps):
             if self.habits.ahead and not self.habits.late:
@@ -197,6 +230,29 @@ class Player:
                     run.fetch(other, steps[other], self._of(steps[other].sheet))
             run.step(step, self._of(step.sheet), gradients)
         return run.end()
+
+    def _delays(
+        self,
+        steps: Sequence[SegmentCall],
+        spans: Iterable[TaskSpan],
+        delayed: Mapping[Place, float],
+    ) -> dict[Place, float]:
+        """What messages of other axes delay each message by, where they were last under way."""
+        places, messages = [], []
+        for span in spans:
+            work = steps[span.step].sheet.tasks[span.task].work
+            if isinstance(work, CollectiveWork) and 0 < span.stream <= len(self.sizes):
+                place = span.step, span.task
+                length = span.end - span.start - delayed.get(place, 0.0)
+                places.append(place)
+                messages.append(Message(span.start, length, span.stream, self._demand(work)))
+        return {p: s for p, s in zip(places, delays(messages), strict=True) if s > 0}
+
+    def _demand(self, work: CollectiveWork) -> Mapping[str, float]:
+        result = self._demands.get(work)
+        if result is None:
+            result = self._demands[work] = demand(work.kind, work.nbytes, work.link(self.links))
+        return result
 
     def _of(self, sheet: Sheet) -> list[_Timed]:
         result = self._timed.get(id(sheet))
@@ -273,9 +329,16 @@ class _Unpacking(NamedTuple):
 class _Run:
     """One part as it is played."""
 
-    def __init__(self, habits: Habits, axes: int, spans: bool, links: int = 0) -> None:
-        """links: streams of copies to host memory and from there."""
-        self.habits, self.axes, self.links = habits, axes, links
+    def __init__(
+        self,
+        habits: Habits,
+        axes: int,
+        spans: bool,
+        links: int = 0,
+        delayed: Mapping[Place, float] = MappingProxyType({}),
+    ) -> None:
+        """links: streams of copies to host memory and from there. delayed: (step, task) -> seconds more."""
+        self.habits, self.axes, self.links, self.delayed = habits, axes, links, delayed
         self.free = [0.0] * (1 + axes + links)
         self.busy = [0.0] * (1 + axes + links)
         #: per stream, the end of the last reduction, or store, of which one at a time is on its way
@@ -412,6 +475,8 @@ class _Run:
         return self._runs(number, k, 0, cost, max(self.free[0], self.host, arrived))
 
     def _runs(self, number: int, k: int, stream: int, cost: float, start: float) -> float:
+        if stream and self.delayed:
+            cost += self.delayed.get((number, k), 0.0)
         end = start + cost
         if cost and self.habits.blocking:
             self.host = end
