@@ -119,12 +119,12 @@ def _llama(
     )
 
 
-def _mixtral() -> nn.Module:
+def _mixtral(layers: int = 2) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(
         MixtralConfig(
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             hidden_size=32,
@@ -255,6 +255,7 @@ DEEP: tuple[Family, ...] = (
     Family("gpt2-deep", lambda: _gpt2(layers=6), _tokens(97)),
     Family("llama-deep", lambda: _llama(layers=5), _tokens(96)),
     Family("t5-deep", lambda: _t5(layers=3), _tokens(98)),
+    Family("mixtral-deep", lambda: _mixtral(layers=4), _tokens(96)),
     Family("vit-deep", lambda: _vit(layers=4), _images(10, 16)),
     Family("gpt2-dropout", lambda: _gpt2(layers=4, dropout=0.1), _tokens(97)),
 )

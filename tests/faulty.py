@@ -10,7 +10,7 @@ import torch
 from families import family
 from faults.fault import Fault, Kind
 from faults.kinds import KINDS, some
-from pipelines import pipeline
+from pipelines import paired, pipeline
 from planned import analysed, planned
 from planned import program as flat
 from sliced import program_of
@@ -68,6 +68,8 @@ def good(name: str) -> Program:
         return pipeline("llama", 2, "fsdp=2,tp=2", "1f1b", 4, 1, 0, True)
     if name in ("sliced", "masked"):
         return program_of("llama" if name == "sliced" else "llama+padding", 2, "tp=2", 4, 2)
+    if name == "pairs":
+        return paired(microbatches=2)
     if name == "bubble":
         return pipeline("gpt2", 2, "tp=2", "zb-h1", 4)
     assert name == "tied"

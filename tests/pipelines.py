@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import torch
 from families import family
+from slow_links import slow_cluster
 from torch import nn
 
 from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
-from autoshard.cluster import Mesh, load_cluster
+from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Folded
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.planning import Planned, Progress, Source, plan_analysed
@@ -111,3 +112,21 @@ def pipeline(
         }
         plan = replace(plan, params=params)
     return compile_analysed(replace(found, plan=plan))
+
+
+@functools.cache
+def sending_cluster() -> Cluster:
+    """Slow links, which send while devices compute: tokens are exchanged."""
+    slow = slow_cluster(1e7)
+    levels = tuple(replace(level, latency=1e-9) for level in slow.levels)
+    return replace(slow, levels=levels, device=replace(slow.device, overlap=1.0))
+
+
+@functools.cache
+def paired(mesh: str = "ep=2", microbatches: int = 5, chunks: int = 1) -> Program:
+    """Of two pipeline ranks."""
+    found = plan_analysed(analysed("mixtral-deep"), [Mesh.parse(mesh)], sending_cluster(), reasons=False)
+    cuts = cuts_of(found.analysis.folded, 2 * chunks)
+    pipeline = Pipeline(2, 0, "interleaved-overlap", chunks, cuts)
+    plan = replace(found.plan, pipeline=pipeline, microbatches=microbatches)
+    return compile_analysed(replace(found, plan=plan, source=source("mixtral-deep")))

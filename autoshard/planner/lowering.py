@@ -83,11 +83,22 @@ def lower_plan(
     if REFINES in program.dumps:
         assert isinstance(program.dumps, Dumps)  # it was made just now
         program = replace(program, dumps=program.dumps.headed(REFINES, comparison(tried)))
+    program = _with_turns(program, cluster)
     if program.original is None or not totals_in(program.original.segments):
         return program
     # its losses add up to those of the full batch, by a graph that is not quite the captured one
     stored = replace(plan, step_fingerprint=fingerprint_of(program, analysis.table))
     return replace(program, plan=plan_to_json(stored))
+
+
+def _with_turns(program: Program, cluster: Cluster) -> Program:
+    """The program with the turns of what runs as one, by price."""
+    stages = program.stages
+    if stages is None or not stages.schedule.paired:
+        return program
+    prices = StagePrices(program, cluster)
+    turns = {(f, b): prices.parts_of(f).turns(f, b) for f, b in prices.costs.paired}
+    return replace(program, stages=replace(stages, turns=turns))
 
 
 def lay_out(

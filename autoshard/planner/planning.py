@@ -31,6 +31,7 @@ from autoshard.planner.host_memory import check_states
 from autoshard.planner.memory_fit import MemoryFitter, Peak
 from autoshard.planner.stage_partition import Staging
 from autoshard.rules.user import Rules
+from autoshard.schedules.registry import lookup
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of, experts_of, tokens_of
@@ -321,8 +322,8 @@ class PlanningRequest:
 
     def _with_expert_chunks(self, planned: Planned) -> list[Planned]:
         """Plans with the tokens of experts in chunks, on the same mesh and on runners-up that divide experts
-        among another number of ranks, of which each is faster than the next and the last faster than this
-        one, by their programs; the options may say in how many chunks."""
+        among another number of ranks, or in a pipeline beside another microbatch. Each is faster than the
+        next and the last faster than this one, by their programs; the options may say in how many chunks."""
         source = planned.source
         assert source is not None
         if self.options.expert_chunks or source.expert_chunks > 1 or not _simulated(planned):
@@ -340,7 +341,22 @@ class PlanningRequest:
                     best.insert(0, result)
                 elif chunks > 1 or _step_of(result) > _CLOSE * _step_of(best[0]):
                     break
+        paired = self._in_pairs(planned) if same else None
+        if paired is not None and _faster(paired, best[0]):
+            best.insert(0, paired)
         return best[:-1]
+
+    def _in_pairs(self, planned: Planned) -> Planned | None:
+        """The plan of a pipeline with forwards that run as one with backwards, None where there is none."""
+        pipeline, options = planned.plan.pipeline, self.options
+        overlapped = "" if pipeline is None or options.schedule else lookup(pipeline.schedule).overlapped
+        if pipeline is None or not overlapped:
+            return None
+        new = replace(self, options=replace(options, schedule=overlapped, chunks=pipeline.chunks))
+        meshes = _same_as(new._candidates(planned.analysis), planned)
+        new.progress(f"planning with forwards beside backwards on pp={pipeline.ranks},{meshes[0].mesh}")
+        request = replace(new.request, batch=planned.plan.batch * planned.plan.microbatches, baselines=False)
+        return new._replanned(planned, planned.plan.expert_chunks or 1, request, meshes)
 
     def _runners_up(self, planned: Planned) -> Iterator[list[Staged]]:
         """The best other meshes without a pipeline that divide experts, each among another number of ranks,
@@ -365,12 +381,19 @@ class PlanningRequest:
     ) -> Planned | None:
         """A plan with the tokens of experts in so many chunks; None if sequences do not divide or none fits.
         meshes: where; left out, on the same."""
-        source, plan = planned.source, planned.plan
-        assert source is not None
+        plan = planned.plan
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
         meshes = meshes or _same_as(self._candidates(planned.analysis), planned)
         self.progress(f"planning with the tokens of experts in {chunks} chunks on {meshes[0].mesh}")
+        return self._replanned(planned, chunks, request, meshes)
+
+    def _replanned(
+        self, planned: Planned, chunks: int, request: SearchRequest, meshes: Sequence[Staged]
+    ) -> Planned | None:
+        """The plan of a request on some meshes, None if none fits."""
+        source, plan = planned.source, planned.plan
+        assert source is not None
         chunked = replace(source, expert_chunks=chunks)
         try:
             analysis = planned.analysis

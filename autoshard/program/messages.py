@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -29,12 +29,23 @@ class StageSend:
 
 @dataclass(frozen=True)
 class RankAction:
-    """One action of a rank: the parts it runs, what must have arrived before, and what it sends after."""
+    """One action of a rank: the parts it runs, what must have arrived before, and what it sends after.
+
+    paired: whether it runs as one with the action behind it.
+    """
 
     action: Action
     phases: tuple[Phase, ...]
     receives: tuple[StageSend, ...]
     sends: tuple[StageSend, ...]
+    paired: bool = False
+
+
+def turns_of_rank(moves: Sequence[RankAction]) -> list[tuple[RankAction, ...]]:
+    """The actions of a rank, those that run as one together."""
+    pairs = zip(moves, (None, *moves), strict=False)
+    turns = [(before, move) if before is not None and before.paired else (move,) for move, before in pairs]
+    return [turn for turn in turns if not turn[-1].paired]
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class PipelineMessages:
         wires = wires_of(self.program.lowered, {p.name for p in self.program.signature.ports})
         if self.forward_only:
             orders = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.actions)
-            schedule = replace(schedule, actions=orders)
+            schedule = replace(schedule, actions=orders, paired=frozenset())
             wires = tuple(w for w in wires if w.phase == w.into == "forward")
         leaving = _by_part(wires, schedule)
         sent: dict[tuple[int, int, str], StageSend] = {}
@@ -96,7 +107,8 @@ class PipelineMessages:
                         have.add(message)
                         receives.append(message)
             receives.sort(key=lambda m: (m.sender, m.number))
-            moves.append(RankAction(action, phases, tuple(receives), tuple(sends.get((rank, action), ()))))
+            sent_after, paired = tuple(sends.get((rank, action), ())), action in schedule.paired
+            moves.append(RankAction(action, phases, tuple(receives), sent_after, paired))
         return tuple(moves)
 
 

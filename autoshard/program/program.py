@@ -59,10 +59,15 @@ class NodeNote:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """How the stages of a program are run. position: of the pp axis in the mesh of all ranks."""
+    """How the stages of a program are run.
+
+    position: of the pp axis in the mesh of all ranks. turns: (stage of a forward, stage of a backward that
+    runs as one with it) -> which of the two, 0 or 1, goes on at each of their stops (`rules.stops`).
+    """
 
     schedule: Schedule
     position: int = 0
+    turns: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

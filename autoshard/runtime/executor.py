@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from autoshard.cluster.mesh import Mesh
+from autoshard.errors import VerificationError
 from autoshard.ir import Call, Node, Port
 from autoshard.ir.boundaries import ends_of
 from autoshard.ir.lowered import Instruction, Phase, StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS
 from autoshard.program.collectives import collectives_of
+from autoshard.program.manifest import RECOMPILE
 from autoshard.program.program import Program
 from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.collectives import GroupCollectives
@@ -87,9 +90,10 @@ class RankProgram:
         lowered = program.lowered
         parts = [p for p in lowered.parts if p.stage in stages]
         called = {i.segment for p in parts for i in lowered.of(p) if isinstance(i, Call)}
+        paired = program.stages is not None and bool(program.stages.schedule.paired)
         self.segments = {
             name: PreparedSegment(
-                s.graph, self.view, partial(self._bound, name), device, self.compiles, self.kept
+                s.graph, self.view, partial(self._bound, name), device, self.compiles, self.kept, paired
             )
             for name, s in lowered.segments.items()
             if name in called
@@ -173,8 +177,26 @@ class RankProgram:
 
     def run(self, env: Values, key: PartKey) -> None:
         """Run one part on the rank's values, dropping what is dead and adding what is made."""
+        for _ in self._stopping(env, key):
+            pass
+
+    def run_together(self, parts: Sequence[tuple[Values, Sequence[PartKey]]], turns: Iterable[int]) -> None:
+        """Run parts of several microbatches, each from stop to stop where it is its turn (`rules.stops`).
+
+        All ranks take the same turns, so that they issue messages in the same order.
+        """
+        going = [chain.from_iterable(map(partial(self._stopping, env), keys)) for env, keys in parts]
+        for turn in turns:
+            next(going[turn], None)
+        for rest in going:  # of turns that were counted for other stops
+            for _ in rest:
+                raise VerificationError("the turns of a pair end before its parts do", hint=RECOMPILE)
+
+    def _stopping(self, env: Values, key: PartKey) -> Iterator[None]:
         look = env.nans or (Ranges(self.places, self.compiles) if is_profiling() else None)
         for item in self.parts.get(key, ()):
+            if isinstance(item.body, PreparedSegment):
+                yield
             args = all_arrived([env[a] for a in item.args]) if look is None else look.arrived(env, item.args)
             if self.watch is not None:
                 self.watch.at.layer = item.label
@@ -184,7 +206,7 @@ class RankProgram:
                     env.pop(name, None)
                 for name in item.counted:
                     env.used(name)
-                results = item.run(args) if look is None else look.run(item, args)
+                results = yield from item.run(args) if look is None else look.run(item, args)
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     note_held(error, self.places, env, item)

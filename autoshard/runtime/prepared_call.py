@@ -16,7 +16,9 @@ Env = list[Any]
 class PreparedCall:
     """One call: gather arguments from slots, call, put results into slots, free what is dead."""
 
-    __slots__ = ("fn", "frees", "kwargs", "kwrefs", "nested", "node", "outs", "refs", "sites", "template")
+    __slots__ = (
+        *("fn", "frees", "kwargs", "kwrefs", "nested", "node", "outs", "refs", "sites", "stops", "template"),
+    )
 
     def __init__(self, node: Node, view: RankView, slots: Mapping[str, int], fn: Callable[..., Any]) -> None:
         self.node, self.fn = node, fn
@@ -30,6 +32,8 @@ class PreparedCall:
         self.kwrefs = [(k, slots[v.name]) for k, v in self.kwargs.items() if isinstance(v, Ref)]
         self.outs = tuple(slots[o] for o in node.outs)
         self.frees: tuple[int, ...] = ()
+        #: whether another microbatch may go on before it
+        self.stops = False
 
     @property
     def uses(self) -> set[int]:

@@ -14,19 +14,21 @@ from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import Instruction
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.row_tiles import TILES, tiles_of
+from autoshard.rules.stops import stops_of
 from autoshard.runtime.compiled_segment import CompiledSegment
 from autoshard.runtime.pending import Issue
 from autoshard.runtime.prepared_call import Env, PreparedCall
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 from autoshard.runtime.row_tiles import run_in_tiles
-from autoshard.runtime.straight_line import FunctionText, SegmentCode
+from autoshard.runtime.straight_line import FunctionText, SegmentCode, Stopping, to_its_end
 
 
 class PreparedSegment:
     """A segment ready to run on one rank.
 
     collective: makes the function of a ``comm`` or ``host`` node for this rank. compiles: whether Inductor
-    compiles what stands between messages, or every op is called. kept: a folder of what it compiles.
+    compiles what stands between messages, or every op is called. kept: a folder of what it compiles. stops:
+    whether it may run beside a segment of another microbatch.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class PreparedSegment:
         device: torch.device,
         compiles: bool = False,
         kept: Path | None = None,
+        stops: bool = False,
     ) -> None:
         self.compiles, self.kept = compiles, kept
         names = [n for n, _ in graph.inputs] + [o for node in graph.nodes for o in node.outs]
@@ -48,6 +51,9 @@ class PreparedSegment:
             PreparedCall(n, view, slots, function_of(n, view, collective, device, compiles, kept))
             for n in graph.nodes
         ]
+        for k in stops_of(graph.nodes) if stops else ():
+            self.steps[k].stops = True
+        self.stops = any(step.stops for step in self.steps)
         #: slots that messages fill
         self.late = frozenset(o for s in self.steps if isinstance(s.fn, Issue) for o in s.outs)
         #: slots of values with as many rows as the data say: those of experts
@@ -62,14 +68,20 @@ class PreparedSegment:
 
     def __call__(self, args: list[Any], site: int) -> tuple[Any, ...]:
         """Run it; the list of arguments is empty afterwards."""
-        return self._run(args, site)
+        results: tuple[Any, ...] = self._run(args, site)
+        return tuple(to_its_end(results)) if self.stops else results  # type: ignore[arg-type]
+
+    def stopping(self, args: list[Any], site: int) -> Stopping:
+        """Run it from stop to stop."""
+        results: Any = self._run(args, site)
+        return (yield from results) if self.stops else results
 
     @cached_property
     def _run(self) -> SegmentCode:
         """All steps as one function, written at the first call."""
         if self.compiles:
             told = self.steps, self.inputs, self.size, self.outputs, self.late, self.kept
-            return CompiledSegment(*told, self.ragged)
+            return CompiledSegment(*told, self.ragged, self.stops)
         source = FunctionText(self.inputs)
         for step in self.steps:
             source.add(step)
@@ -97,10 +109,11 @@ class PreparedItem:
         self.moved = tuple(name for name in dead if name in args)
         self.dead, self.counted = tuple(name for name in dead if name not in args), tuple(counted)
 
-    def run(self, args: list[Any]) -> Sequence[Any]:
-        """Its results. A segment empties the list, and holds each argument until its last use there."""
+    def run(self, args: list[Any]) -> Stopping:
+        """Its results, from stop to stop. A segment empties the list, and holds each argument until its last
+        use there."""
         if isinstance(self.body, PreparedSegment):
-            return self.body(args, self.site)
+            return (yield from self.body.stopping(args, self.site))
         (step,), slots, ends = self.opened(args)
         step.run(slots, 0)
         return [slots[slot] for slot in ends]

@@ -478,6 +478,11 @@ class Runner:
         with torch.autocast(self.device.type, enabled=False), below_autograd():
             self.rank_program.run(env, key)
 
+    def run_together(self, parts: Sequence[tuple[Values, Sequence[PartKey]]], turns: Sequence[int]) -> None:
+        """Parts of several microbatches in turns."""
+        with torch.autocast(self.device.type, enabled=False), below_autograd():
+            self.rank_program.run_together(parts, turns)
+
     def watched(self, env: dict[str, Any], params: Sequence[torch.Tensor]) -> list[Watched]:
         """Parameters and inputs that backward reads, with how often they were changed in place so far. env:
         what is in neither is not looked at."""

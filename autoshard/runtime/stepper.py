@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.placement import local_shape
 from autoshard.program.holders import accumulated, counted, makers_of
 from autoshard.program.loss import loss_position
-from autoshard.program.messages import RankAction, StageSend, moves_of
+from autoshard.program.messages import RankAction, StageSend, moves_of, turns_of_rank
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.executor import Values
 from autoshard.runtime.microbatch import cut
@@ -219,15 +220,35 @@ class _StepRun:
         channels, moves = self.stepper.channels, self.order
         if channels is not None:
             channels.begin()
-        for number, move in enumerate(moves):
+        turns = turns_of_rank(moves)
+        for number, turn in enumerate(turns):
             if channels is not None:
-                # what the next move needs may arrive while this one computes
-                channels.ask([m for ahead in moves[number : number + 2] for m in ahead.receives])
-            self._move(move)
+                # what the next turn needs may arrive while this one computes
+                ahead = chain.from_iterable(turns[number : number + 2])
+                channels.ask([m for move in ahead for m in move.receives])
+            envs = [self._entered(move) for move in turn]
+            if len(turn) == 1:
+                for phase in turn[0].phases:
+                    self.runner.run(envs[0], (turn[0].action.stage, phase, turn[0].action.slice))
+            else:
+                self._run_together(turn, envs)
+            for move, env in zip(turn, envs, strict=True):
+                self._finish(move, env)
         if channels is not None:
             channels.end()
 
-    def _move(self, move: RankAction) -> None:
+    def _run_together(self, turn: Sequence[RankAction], envs: Sequence[Values]) -> None:
+        stages = self.program.stages
+        assert stages is not None
+        forward, backward = (move.action for move in turn)
+        parts = [
+            (env, [(move.action.stage, phase, move.action.slice) for phase in move.phases])
+            for move, env in zip(turn, envs, strict=True)
+        ]
+        self.runner.run_together(parts, stages.turns[forward.stage, backward.stage])
+
+    def _entered(self, move: RankAction) -> Values:
+        """The values of a microbatch, with what has arrived for an action."""
         action, channels = move.action, self.stepper.channels
         env = self.envs.get(action.microbatch)
         if env is None:
@@ -245,8 +266,11 @@ class _StepRun:
             self._enter_tangents(env)
         elif action.slice == 0:
             self.runner.enter_buffers(env, self.buffers, action.stage)
-        for phase in move.phases:
-            self.runner.run(env, (action.stage, phase, action.slice))
+        return env
+
+    def _finish(self, move: RankAction, env: Values) -> None:
+        """Hand on what an action has made."""
+        action = move.action
         if action.kind == "F" and action.slice == self.stepper.slices - 1:
             self._after_forward(env, action)
         self._accumulate(env, action.stage)

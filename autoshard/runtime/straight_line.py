@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,8 +14,21 @@ from autoshard.torch_adapters.inductor import Compiled
 
 #: the file name of a segment's function in tracebacks
 SEGMENT = "<segment>"
-#: (arguments, site) -> results; the list of arguments is empty afterwards
-SegmentCode = Callable[[list[Any], int], tuple[Any, ...]]
+#: (arguments, site) -> results, or what gives them from stop to stop; the list of arguments is empty
+#: afterwards
+SegmentCode = Callable[[list[Any], int], Any]
+#: from stop to stop (`rules.stops`), and then the results
+Stopping: TypeAlias = "Generator[None, None, Sequence[Any]]"
+
+
+def to_its_end(stopping: Stopping) -> Sequence[Any]:
+    """What comes of it if it stops nowhere."""
+    while True:
+        try:
+            next(stopping)
+        except StopIteration as end:
+            results: Sequence[Any] = end.value
+            return results
 
 
 class FunctionText:
@@ -36,6 +49,9 @@ class FunctionText:
             self.pending.discard(slot)
             self.lines.append(f"v{slot} = v{slot}.get()")
 
+    def stop(self, steps: Iterable[PreparedCall]) -> None:
+        self.lines += ["yield" for step in steps if step.stops]
+
     def name(self, thing: Any) -> str:
         """A name for something that the steps take as it is."""
         new = f"c{len(self.names)}"
@@ -46,6 +62,7 @@ class FunctionText:
         self.lines.append(f"[{', '.join(f'v{slot}' for slot in slots)}] = {what}")
 
     def add(self, step: PreparedCall) -> None:
+        self.stop([step])
         for slot in sorted(step.awaits):
             self.need(slot)
         if isinstance(step.fn, Issue):
@@ -60,6 +77,7 @@ class FunctionText:
 
     def add_subgraph(self, part: Subgraph, code: Compiled) -> None:
         """Call what a subgraph was compiled to, which holds what nothing else needs until its last use."""
+        self.stop(part.steps)
         for slot in part.takes:
             self.need(slot)
         self.lines.append(f"xs = [{', '.join(f'v{slot}' for slot in part.takes)}]")

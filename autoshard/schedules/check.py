@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 
 from autoshard.errors import VerificationError
 from autoshard.schedules.schedule import Action, Schedule
@@ -14,7 +15,7 @@ def check(schedule: Schedule) -> None:
 
     Every stage does every microbatch forward once and backward once (B, or I and W) on the rank that owns
     it, microbatches in order, and a run of the lists with what each action waits for (see
-    `autoshard.schedules.schedule`) comes to an end.
+    `autoshard.schedules.schedule`) comes to an end, those that are paired as one.
     """
     _check_owners(schedule)
     seen: dict[Action, int] = {}
@@ -35,6 +36,7 @@ def check(schedule: Schedule) -> None:
                 raise _wrong(schedule, rank, action, "is there again" if gone else f"comes before {due}")
             following[key] = expected + 1
     _check_complete(schedule, seen)
+    _check_pairs(schedule)
     _check_runs(schedule)
 
 
@@ -96,6 +98,19 @@ def _check_owners(schedule: Schedule) -> None:
             )
 
 
+def _check_pairs(schedule: Schedule) -> None:
+    paired = set(schedule.paired)
+    for rank, row in enumerate(schedule.actions):
+        for action, behind in zip(row, (*row[1:], None), strict=True):
+            if action in paired:
+                apart = behind is None or behind.kind != "B" or behind.microbatch == action.microbatch
+                if action.kind != "F" or apart:
+                    raise _wrong(schedule, rank, action, f"cannot run as one with {behind or 'nothing'}")
+                paired.discard(action)
+    for action in paired:
+        raise _wrong(schedule, 0, action, "is paired, and nowhere")
+
+
 def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
     if action.kind not in ("F", "B", "I", "W"):
         raise _wrong(schedule, rank, action, "is of no known kind")
@@ -131,43 +146,45 @@ def _check_runs(schedule: Schedule) -> None:
     forward, backward = bytearray(schedule.stages * m), bytearray(schedule.stages * m)
     split = bytearray(schedule.stages * m)
     at = [0] * schedule.ranks
-    queue, waiting = list(range(schedule.ranks)), set[int]()
+    queue, waiting = list(range(schedule.ranks)), dict[int, Action]()
+
+    def ready(action: Action) -> bool:
+        here = action.stage * m + schedule.unit(action)
+        if action.kind == "F":
+            return not action.stage or bool(forward[here - m])
+        if action.kind == "W":
+            return bool(split[here])
+        full = forward[here - action.slice + behind]
+        return bool(full and (action.stage == last or backward[here + m]))
+
     while queue:
         rank = queue.pop()
-        row, k = schedule.actions[rank], at[rank]
-        while k < len(row):
-            action = row[k]
-            here = action.stage * m + schedule.unit(action)
-            wakes = -1
-            if action.kind == "F":
-                if action.stage and not forward[here - m]:
-                    break
-                forward[here] = 1
-                wakes = action.stage + 1 if action.stage < last else -1
-            elif action.kind == "W":
-                if not split[here]:
-                    break
-            else:
-                full = forward[here - action.slice + behind]
-                if not full or (action.stage < last and not backward[here + m]):
-                    break
-                backward[here] = 1
-                split[here] = action.kind == "I"
-                wakes = action.stage - 1
-            k += 1
-            if wakes >= 0 and schedule.owner[wakes] in waiting:
-                waiting.discard(schedule.owner[wakes])
-                queue.append(schedule.owner[wakes])
-        at[rank] = k
-        if k < len(row):
-            waiting.add(rank)
+        turns = schedule.turns[rank]
+        while at[rank] < len(turns):
+            turn = turns[at[rank]]
+            missing = next((action for action in turn if not ready(action)), None)
+            if missing is not None:
+                waiting[rank] = missing
+                break
+            at[rank] += 1
+            for action in turn:
+                here, wakes = action.stage * m + schedule.unit(action), -1
+                if action.kind == "F":
+                    forward[here] = 1
+                    wakes = action.stage + 1 if action.stage < last else -1
+                elif action.kind != "W":
+                    backward[here] = 1
+                    split[here] = action.kind == "I"
+                    wakes = action.stage - 1
+                if wakes >= 0 and waiting.pop(schedule.owner[wakes], None) is not None:
+                    queue.append(schedule.owner[wakes])
     if not waiting:
         return
-    stuck = [(rank, schedule.actions[rank][at[rank]]) for rank in sorted(waiting)]
+    stuck = sorted(waiting.items(), key=itemgetter(0))
     # Whoever waits for its own rank waits for something later in its list, and the others for that.
     rank, action = min(stuck, key=lambda s: schedule.owner[_missing(schedule, s[1], forward)[0]] != s[0])
-    missing = _missing(schedule, action, forward)[1]
-    raise _wrong(schedule, rank, action, f"waits for {missing}, which never comes")
+    needed = _missing(schedule, action, forward)[1]
+    raise _wrong(schedule, rank, action, f"waits for {needed}, which never comes")
 
 
 def _missing(schedule: Schedule, action: Action, forward: bytearray) -> tuple[int, str]:

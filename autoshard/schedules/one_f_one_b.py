@@ -32,4 +32,5 @@ ONE_F_ONE_B = ScheduleSpec(
     bubble=fill_and_drain_bubble,
     tried=(1,),
     also=("none",),
+    overlapped="interleaved-overlap",
 )

@@ -13,6 +13,10 @@ stage takes them in order going forward and in reverse order going back, when al
 
 - F(s, m, c): F(s, m, c-1) as well
 - B(s, m, c): F(s, m, k-1) and B(s, m, c+1) as well
+
+A forward and the backward of another microbatch behind it may be paired to run as one: each computes while
+the other waits for the tokens of experts (F&B of DeepSeek-V3's DualPipe, arXiv 2412.19437, section
+3.2.1). They begin when both can, and what they give is there when both are done.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ class Schedule:
     """The order of work of a pipeline.
 
     owner: the pipeline rank of each stage. actions: per pipeline rank, in order. slices: into how many parts
-    of its sequence every microbatch is divided.
+    of its sequence every microbatch is divided. paired: forwards that run as one with the
+    backward behind each.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Schedule:
     owner: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     slices: int = 1
+    paired: frozenset[Action] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -74,6 +80,20 @@ class Schedule:
     def steps(self) -> tuple[tuple[ScheduledAction, ...], ...]:
         """The actions of every rank with what joins them."""
         return steps_of(self)
+
+    @cached_property
+    def turns(self) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+        """Per pipeline rank, the actions that run as one, in order: one each where nothing is paired."""
+        if not self.paired:
+            return tuple(tuple((action,) for action in row) for row in self.actions)
+        return tuple(
+            tuple(
+                (before, action) if before in self.paired else (action,)
+                for before, action in zip((None, *row), row, strict=False)
+                if action not in self.paired
+            )
+            for row in self.actions
+        )
 
     @cached_property
     def splits_backward(self) -> bool:

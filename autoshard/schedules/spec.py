@@ -74,7 +74,8 @@ class ScheduleSpec:
     microbatches that the rank which holds most of them keeps for backward, in full stages' worth. tried:
     chunks that the planner tries; tried_ahead: where links between ranks are unlike, too. v_shaped: stages go
     down the ranks and back up. splits_backward: gradients of parameters are made apart from those of
-    activations. sliced: whether the sequence may be divided. also: other names in published runs.
+    activations. sliced: whether the sequence may be divided. also: other names in published runs. overlapped:
+    the schedule of the same order in which forwards run as one with backwards, "" for none.
     """
 
     name: str
@@ -90,3 +91,4 @@ class ScheduleSpec:
     splits_backward: bool = False
     sliced: bool = False
     also: tuple[str, ...] = ()
+    overlapped: str = ""

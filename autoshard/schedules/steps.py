@@ -43,6 +43,14 @@ def steps_of(schedule: Schedule) -> tuple[tuple[ScheduledAction, ...], ...]:
     )
 
 
+def turns_of(schedule: Schedule) -> tuple[tuple[tuple[ScheduledAction, ...], ...], ...]:
+    """The same, with those that run as one together."""
+    return tuple(
+        tuple(tuple(_step(schedule, rank, action) for action in turn) for turn in row)
+        for rank, row in enumerate(schedule.turns)
+    )
+
+
 def _step(schedule: Schedule, rank: int, action: Action) -> ScheduledAction:
     slices, stages, stage, kind = schedule.slices, schedule.stages, action.stage, action.kind
     m = schedule.microbatches * slices

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from autoshard.errors import UsageError, VerificationError
 from autoshard.schedules.schedule import Action, Kind, Schedule
 from autoshard.schedules.sends import Send, SendState
 from autoshard.schedules.sharing import Sharing, share
-from autoshard.schedules.steps import KINDS
+from autoshard.schedules.steps import KINDS, turns_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class StageCosts:
     that of the other, per stage; () for none.
     sharing: which ranks share processors, of which those that compute have more while others wait; seconds
     are then those of all ranks computing. None: no rank does.
+    paired: (stage of a forward, stage of a backward) -> seconds in which both run as one; their sum where
+    nothing stands.
     """
 
     forward: tuple[float, ...]
@@ -46,6 +48,7 @@ class StageCosts:
     update: tuple[float, ...]
     made_weight: tuple[float, ...] = ()
     sharing: Sharing | None = None
+    paired: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @cached_property
     def changes(self) -> dict[Kind, list[float]]:
@@ -102,6 +105,7 @@ class StageCosts:
             self.update,
             summed(self.made_weight),
             self.sharing,
+            self.paired,
         )
 
 
@@ -164,7 +168,8 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
 
     Ranks compute one action at a time, in their order, as soon as what it needs is there. Sends overlap
     with computing; those from one rank to another take turns, in the order in which they were made. A rank
-    updates when its own list is done, without waiting for others.
+    updates when its own list is done, without waiting for others. Of two actions that run as one, the spans
+    are drawn one after the other.
 
     Raises UsageError if the costs do not suit the schedule or are below zero, VerificationError if ranks wait
     for each other.
@@ -173,7 +178,6 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     through: list[list[float]] = [[] for _ in schedule.actions]
     sends: list[Send] = []
     ends = _play(schedule, costs, starts, through, sends)
-    seconds = _seconds(costs)
     spans = tuple(
         tuple(ActionSpan(a, t, u) for a, t, u in zip(row, at, until, strict=True))
         for row, at, until in zip(schedule.actions, starts, through, strict=True)
@@ -186,8 +190,8 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
         sends=tuple(sends),
         makespan=max(ends),
         busy=tuple(
-            sum(seconds[a.kind][_at(schedule, a)] for a in row) + update
-            for row, update in zip(schedule.actions, costs.update, strict=True)
+            sum(turn_seconds(schedule, costs, turn) for turn in row) + update
+            for row, update in zip(schedule.turns, costs.update, strict=True)
         ),
         update=costs.update,
         peak=peak_bytes(schedule, costs),
@@ -229,6 +233,9 @@ def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
         full = tuple(min(pair) for pair in zip(costs.backward, parts, strict=True))
         back = tuple(min(pair) for pair in zip(costs.backward, costs.backward_input, strict=True))
     each = [f + b for f, b in zip(costs.forward, full, strict=True)]
+    if schedule.paired:  # the most that pairs can save
+        for (f, b), both in costs.paired.items():
+            each[f] = min(each[f], costs.forward[f] + full[f] - max(0.0, costs.forward[f] + full[b] - both))
     sent = [float(a != b) for a, b in pairwise(owner)]  # between stages of one rank nothing is sent
     result = [0.0]
     for rank, row in enumerate(schedule.actions):
@@ -274,6 +281,15 @@ def _curve(
         (s.start if s.action.kind == "F" else s.end, base + b) for s, b in zip(row, steps, strict=True)
     )
     return ((0.0, base), *changes)
+
+
+def turn_seconds(schedule: Schedule, costs: StageCosts, turn: Sequence[Action]) -> float:
+    """Of one action, or of two that run as one."""
+    both = costs.paired.get((turn[0].stage, turn[-1].stage)) if len(turn) > 1 else None
+    if both is not None:
+        return both
+    seconds = _seconds(costs)
+    return sum(seconds[action.kind][_at(schedule, action)] for action in turn)
 
 
 def _seconds(costs: StageCosts) -> dict[Kind, tuple[float, ...]]:
@@ -332,6 +348,9 @@ def _play(
             if given is not None:
                 given[:] = map(list, new)
         return list(shared.done)
+    if schedule.paired:
+        clock = _play_turns(schedule, costs, wires, starts, through)
+        return [end + update for end, update in zip(clock, costs.update, strict=True)]
     clock, at = [0.0] * schedule.ranks, [0] * schedule.ranks
     blocked = bytearray(schedule.ranks)
     queue = list(range(schedule.ranks))
@@ -375,6 +394,43 @@ def _play(
         blocked[rank] = k < count
     _check_done(schedule, at)
     return [end + update for end, update in zip(clock, costs.update, strict=True)]
+
+
+def _play_turns(
+    schedule: Schedule,
+    costs: StageCosts,
+    wires: SendState,
+    starts: list[list[float]] | None,
+    through: list[list[float]] | None,
+) -> list[float]:
+    """The same of a schedule with pairs, which begin when both actions can and are done at once."""
+    turns, clock, at = turns_of(schedule), [0.0] * schedule.ranks, [0] * schedule.ranks
+    queue, blocked = list(range(schedule.ranks)), bytearray(schedule.ranks)
+    while queue:
+        rank = queue.pop()
+        blocked[rank] = 0
+        for turn in turns[rank][at[rank] :]:
+            ready = [wires.ready(step) for step in turn]
+            if min(ready) < 0.0:
+                blocked[rank] = 1
+                break
+            begin = max(clock[rank], *ready)
+            both = turn_seconds(schedule, costs, [step.action for step in turn])
+            at[rank], clock[rank] = at[rank] + 1, begin + both
+            alone = [wires.seconds(step) for step in turn]
+            for step, own in zip(turn, alone, strict=True):
+                end = clock[rank] if step is turn[-1] else begin + both * (own / sum(alone) if own else 0.0)
+                if starts is not None:
+                    starts[rank].append(begin)
+                if through is not None:
+                    through[rank].append(end)
+                begin = end
+                receiver = wires.made(step, clock[rank])
+                if receiver >= 0 and blocked[receiver]:
+                    blocked[receiver] = 0
+                    queue.append(receiver)
+    _check_done(schedule, [sum(map(len, row[:k])) for row, k in zip(turns, at, strict=True)])
+    return clock
 
 
 def _check_done(schedule: Schedule, at: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 
 from autoshard.ir import Call
@@ -22,6 +23,18 @@ class Script:
 
     events: tuple[Event, ...] = ()
     left: tuple[Hashable, ...] = ()
+
+    @cached_property
+    def fullest(self) -> int:
+        """Place of the event after which most bytes are there."""
+        sizes, now, levels = dict[Hashable, float](), 0.0, list[float]()
+        for name, size in self.events:
+            now -= sizes.pop(name, 0.0)
+            if size is not None:
+                sizes[name] = size
+                now += size
+            levels.append(now)
+        return levels.index(max(levels)) if levels else -1
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ between which others (`caching_allocator`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 from autoshard.ir import DTYPES
@@ -115,8 +115,10 @@ class _Rank:
         row = shortened(self.prices.schedule.actions[self.rank])
         for number in range(steps):
             missing = set() if self.prices.behaviour.gradient_buffers else set(self.stages)
-            for action in row:
-                self._action(action, missing)
+            for before, action, behind in zip((None, *row), row, (*row[1:], None), strict=False):
+                if self._pairs(before, action):
+                    continue
+                self._action(action, missing, behind if self._pairs(action, behind) else None)
                 yield from self._written()
             self._end(first=number == 0)
             yield from self._written()
@@ -159,9 +161,22 @@ class _Rank:
         for name in (*left, *(("gradient", value) for value in of.values())):
             log.drop(name)
 
-    def _action(self, action: Action, missing: set[int]) -> None:
+    def _pairs(self, action: Action | None, behind: Action | None) -> bool:
+        """Whether two actions of a rank run as one."""
+        if action is None or behind is None or action.kind + behind.kind != "FB":
+            return False
+        return action.microbatch != behind.microbatch and (action.stage, behind.stage) in self._paired
+
+    @cached_property
+    def _paired(self) -> frozenset[tuple[int, int]]:
+        turns = self.prices.schedule.turns[self.rank]
+        return frozenset((turn[0].stage, turn[1].stage) for turn in turns if len(turn) > 1)
+
+    def _action(self, action: Action, missing: set[int], meanwhile: Action | None = None) -> None:
+        """meanwhile: what runs as one with it, as if all of it did where this one holds most."""
         stage, kind, batch, log = action.stage, action.kind, action.microbatch, self.log
-        new = self._play(self._script(stage, kind), {}, batch)
+        other = None if meanwhile is None else partial(self._action, meanwhile, missing)
+        new = self._play(self._script(stage, kind), {}, batch, other)
         if kind in "BW" and stage in missing:
             missing.discard(stage)
             for value in self.totals[stage]:
@@ -210,10 +225,20 @@ class _Rank:
             self._scripts[key] = self.writer.script(parts, kind, kept)
         return self._scripts[key]
 
-    def _play(self, script: Script, names: dict[Hashable, Hashable], batch: Hashable) -> list[Hashable]:
-        """Run a script; the blocks it leaves. names: in place of its own; others are of the microbatch."""
+    def _play(
+        self,
+        script: Script,
+        names: dict[Hashable, Hashable],
+        batch: Hashable,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Hashable]:
+        """Run a script; the blocks it leaves. names: in place of its own; others are of the microbatch.
+        meanwhile: done where it holds most."""
         make, drop = self.log.make, self.log.drop
-        for name, size in script.events:
+        at = script.fullest if meanwhile is not None else -1
+        if meanwhile is not None and at < 0:
+            meanwhile()
+        for number, (name, size) in enumerate(script.events):
             known = names.get(name)
             if known is None:
                 known = names[name] = (batch, name)
@@ -221,6 +246,8 @@ class _Rank:
                 drop(known)
             else:
                 make(known, size)
+            if number == at and meanwhile is not None:
+                meanwhile()
         return [names[name] for name in script.left]
 
 

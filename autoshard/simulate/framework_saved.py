@@ -14,8 +14,9 @@ from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.rules import attention
 from autoshard.rules.chains import CHAINED
+from autoshard.rules.stops import PRODUCTS
 from autoshard.simulate.behaviour import Keeps
-from autoshard.simulate.op_work import AGAIN, PRODUCTS
+from autoshard.simulate.op_work import AGAIN
 
 _LOSS = "autoshard.xent_"
 

@@ -30,6 +30,7 @@ from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
 from autoshard.rules import attention, experts, matmul, scaled
 from autoshard.rules.chains import ALONE, InKernel
+from autoshard.rules.stops import PRODUCTS
 from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.work import (
@@ -59,9 +60,6 @@ NARROWED = frozenset(
         *("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"),
         *("autoshard.expert_mm.default", *_OUTER),
     )
-)
-PRODUCTS = frozenset(
-    (*matmul.RULES, *attention.RULES, *experts.RULES, *scaled.PRODUCTS, "aten.addmm.default")
 )
 
 

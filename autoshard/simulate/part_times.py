@@ -20,7 +20,16 @@ from autoshard.simulate.equivalent_parts import likeness
 from autoshard.simulate.framework_saved import recomputed_products
 from autoshard.simulate.op_work import AGAIN
 from autoshard.simulate.segment_work import Sheets
-from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, SegmentCall
+from autoshard.simulate.streams import (
+    NOTHING,
+    Habits,
+    Played,
+    Player,
+    Price,
+    SegmentCall,
+    as_said,
+    soonest_message,
+)
 from autoshard.simulate.work import MemoryWork, Sheet
 
 
@@ -51,6 +60,8 @@ class Parts:
         #: there before computing begins, and what is gathered from it alone
         self.ports = frozenset({p.name for p in ports} | copies)
         self._alike: dict[int, Played] = {}
+        self._paired: dict[tuple[int, int], tuple[Played, tuple[int, ...]]] = {}
+        self._pairs_alike: dict[Hashable, tuple[Played, tuple[int, ...]]] = {}
         self._keys: dict[tuple[int, ...], int] = {}
         self._numbers: dict[Hashable, int] = {}
 
@@ -81,7 +92,7 @@ class Parts:
         """The same work at other prices."""
         new = copy(self)
         new.__dict__.pop("all", None)
-        new._alike = {}
+        new._alike, new._paired, new._pairs_alike = {}, {}, {}
         new.player = new._player(price, device, links)
         return new
 
@@ -108,6 +119,46 @@ class Parts:
         """Some phases of a stage, or of a slice in it, one after the other; nothing where it has none."""
         keys = ((stage, phase, slice) for phase in phases)
         return sum((self.all[key] for key in keys if key in self.all), NOTHING)
+
+    def paired(self, forward: int, backward: int) -> Played:
+        """A forward of one stage and a backward of another microbatch that run as one.
+
+        Raises VerificationError if the program has turns for other stops.
+        """
+        return self._pair(forward, backward)[0]
+
+    def turns(self, forward: int, backward: int) -> tuple[int, ...]:
+        """Which of the two goes on at each of their stops.
+
+        As the program says, else whichever is next to send tokens among those that need not wait.
+        """
+        return self._pair(forward, backward)[1]
+
+    def _pair(self, forward: int, backward: int) -> tuple[Played, tuple[int, ...]]:
+        key = forward, backward
+        if key not in self._paired:
+            of = {(p.stage, p.phase): self.program.lowered.of(p) for p in self.program.lowered.parts}
+            back = (*of[backward, "backward"], *of.get((backward, "weight"), ()))
+            parts = of[forward, "forward"], back
+            stages = self.program.stages
+            said = None if stages is None else stages.turns.get(key)
+            known = self._likeness(parts[0]), self._likeness(back), said
+            if known not in self._pairs_alike:
+                steps = [[self._step(i, str(k) if k else "") for i in items] for k, items in enumerate(parts)]
+                gradients = self.gradients | {f"1{name}" for name in self.gradients}
+                turns = soonest_message if said is None else as_said(said)
+                self._pairs_alike[known] = self.player.play_together(steps, self.ports, gradients, turns)
+            alone = [self.play(parts[0]), self.play(of[backward, "backward"])]
+            alone += [self.play(of[backward, "weight"])] if (backward, "weight") in of else []
+            # what is added to either beside its instructions
+            more = self.of(forward, "forward").seconds + self.of(backward, "backward", "weight").seconds
+            more -= sum(each.seconds for each in alone)
+            both, taken = self._pairs_alike[known]
+            self._paired[key] = (
+                replace(both, seconds=both.seconds + more, compute=both.compute + more),
+                taken,
+            )
+        return self._paired[key]
 
     def around(self, stage: int) -> Played:
         """What gathering once a step and reducing once a step add to it.
@@ -212,11 +263,14 @@ class Parts:
         """The tasks of an instruction."""
         return self.sheets.of(item.segment) if isinstance(item, Call) else self.sheets.of_node(item)
 
-    def _step(self, item: Instruction) -> SegmentCall:
+    def _step(self, item: Instruction, microbatch: str = "") -> SegmentCall:
+        """microbatch: put before the names of what is not there from the start."""
         args = item.args if isinstance(item, Call) else tuple(dict.fromkeys(refs_of(item)))
-        return SegmentCall(
-            self.sheet(item), args, item.outs, item.backward and self.behaviour.backward_overlap
-        )
+        outs = item.outs
+        if microbatch:
+            args = tuple(a if a in self.ports else microbatch + a for a in args)
+            outs = tuple(microbatch + out for out in outs)
+        return SegmentCall(self.sheet(item), args, outs, item.backward and self.behaviour.backward_overlap)
 
     def beside(self, stage: int) -> float:
         """Bytes that a stage keeps for backward beside values of the program: scores of unfused attention,

@@ -31,7 +31,8 @@ class _Stop(NamedTuple):
 
 
 class Peaks:
-    """Peaks of the ranks of a program. A rank computes one part at a time, so only their order counts."""
+    """Peaks of the ranks of a program. A rank computes one part at a time, so only their order counts; of two
+    that run as one, each has what the other needs at most beside it."""
 
     def __init__(self, prices: StagePrices) -> None:
         self.prices, self.schedule = prices, prices.schedule
@@ -68,9 +69,20 @@ class Peaks:
         missing = {} if prices.behaviour.gradient_buffers else dict(prices.gradients_of[rank])
         base = before = state.total
         without = sum(missing.values())
-        for action, after in zip(row, in_flight_bytes(self.schedule, row, prices.held), strict=True):
+        beside = 0.0
+        levels = in_flight_bytes(self.schedule, row, prices.held)
+        for action, behind, after in zip(row, (*row[1:], None), levels, strict=True):
             stage, kind = action.stage, action.kind
-            yield _Stop(before, without, self.transients.course(stage, kind))
+            course = self.transients.course(stage, kind)
+            if behind is not None and action in self.schedule.paired:
+                other = self.transients.course(behind.stage, behind.kind)
+                yield _Stop(before, without, replace(course, ahead=course.ahead + other.peak))
+                beside = max(0.0, course.peak - (base + after - before))
+            else:
+                yield _Stop(
+                    before, without, replace(course, ahead=course.ahead + beside) if beside else course
+                )
+                beside = 0.0
             if stage in missing and kind in "BW":
                 del missing[stage]
                 without = sum(missing.values())

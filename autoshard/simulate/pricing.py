@@ -18,8 +18,9 @@ from autoshard.ir.rings import ring_flop
 from autoshard.ir.row_tiles import TILES
 from autoshard.program.program import Program
 from autoshard.rules.chains import ALONE, NOT_FUSED, FusedKernels, InKernel
+from autoshard.rules.stops import PRODUCTS
 from autoshard.simulate.behaviour import Behaviour, behaviour_on
-from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
+from autoshard.simulate.op_work import Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
 from autoshard.simulate.work import CollectiveWork
 

@@ -13,6 +13,7 @@ from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.rules import attention
 from autoshard.rules.chains import NOT_FUSED, FusedKernels
+from autoshard.rules.stops import stops_of
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.framework_saved import Keeping
 from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
@@ -102,7 +103,10 @@ class Sheets:
         fused, narrow = self.fused(nodes, outputs, dropped), self.narrow(nodes)
         tasks: list[OpTask] = []
         views: dict[int, int] = {}  # of every task
-        for node in nodes:
+        stops, at = dict[int, int](), frozenset(stops_of(nodes))
+        for number, node in enumerate(nodes):
+            if number in at:
+                stops[len(tasks)] = stops.get(len(tasks), 0) + 1
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
             beats = self.ops.in_order(node, values, fused.of_node(node), weights, narrow)
             if node.op in VIEWS or (not beats and exact_transfer(node) == "slice"):
@@ -119,7 +123,8 @@ class Sheets:
                 op, turn = node.op.rpartition(".")[0], goes_in_turn(node)
                 tasks.append(OpTask(node.name, op, beat.work, after, given, turn=turn))
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
-        return Sheet(_with_views(tasks, views), tuple(sources[name] for name in outputs))
+        outs = tuple(sources[name] for name in outputs)
+        return Sheet(_with_views(tasks, views), outs, tuple(stops.get(k, 0) for k in range(len(tasks) + 1)))
 
     def fused(
         self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()

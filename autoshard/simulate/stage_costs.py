@@ -174,6 +174,9 @@ class StagePrices:
         if self.behaviour.blocking_sends:  # what a stage has waited for has arrived
             up, down = (0.0,) * len(up), (0.0,) * len(down)
 
+        turns = (turn for row in self.schedule.turns for turn in row if len(turn) > 1)
+        pairs = dict.fromkeys((forward.stage, backward.stage) for forward, backward in turns)
+
         def each(waits: Sequence[float], *phases: Phase) -> tuple[float, ...]:
             units = ((s, c) for s in range(count) for c in range(slices))
             return tuple(self.parts_of(s).of(s, *phases, slice=c).seconds + waits[s] for s, c in units)
@@ -188,6 +191,7 @@ class StagePrices:
             send_backward=down,
             update=tuple(end.total for end in self.ends),
             sharing=self._sharing,
+            paired={(f, b): self.parts_of(f).paired(f, b).seconds + ahead[f] + back[b] for f, b in pairs},
         )
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -161,13 +161,15 @@ class _Step:
         costs = self.prices.costs
         at_once = self._length(self._without_sends(costs))
         # counted by plain tuples: there are as many actions as microbatches times stages
-        kinds = Counter((a.kind, a.stage, a.slice) for row in self.schedule.actions for a in row)
-        often = {Action(kind, stage, 0, slice): n for (kind, stage, slice), n in kinds.items()}
-        run = [(self._played(action), n) for action, n in often.items()]
+        kinds = Counter(
+            tuple([(a.kind, a.stage, a.slice) for a in turn]) for row in self.schedule.turns for turn in row
+        )
+        often = {tuple(Action(k, stage, 0, c) for k, stage, c in turn): n for turn, n in kinds.items()}
+        run = [(self._played(turn), n) for turn, n in often.items()]
         around = sum(end.reduce - sum(end.axes) for end in ends)
         ahead, back = self.prices.waits
         waits = {"F": ahead, "B": back, "I": back}
-        waited = sum(n * waits[a.kind][a.stage] for a, n in often.items() if a.kind in waits)
+        waited = sum(n * waits[a.kind][a.stage] for turn, n in often.items() for a in turn if a.kind in waits)
         mesh = self.prices.pricer.mesh
         streams = max((len(p.exposed) for p, _ in run), default=len(mesh.sizes))
         axes = [
@@ -198,11 +200,18 @@ class _Step:
             send_backward=nothing,
             forward=tuple(a - b for a, b in zip(costs.forward, ahead, strict=True)),
             backward=tuple(a - b for a, b in zip(costs.backward, back, strict=True)),
+            paired={
+                (f, b): seconds - ahead[f * slices] - back[b * slices]
+                for (f, b), seconds in costs.paired.items()
+            },
             backward_input=tuple(a - b for a, b in zip(costs.backward_input, back, strict=True)),
         )
 
-    def _played(self, action: Action) -> Played:
+    def _played(self, turn: Sequence[Action]) -> Played:
+        action = turn[0]
         parts = self.prices.parts_of(action.stage)
+        if len(turn) > 1:
+            return parts.paired(action.stage, turn[1].stage)
         return parts.of(action.stage, *phases_of(action, self.schedule), slice=action.slice)
 
     def _stages(self) -> Iterable[StageRow]:

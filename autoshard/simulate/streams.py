@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
@@ -11,7 +11,9 @@ from typing import NamedTuple, TypeAlias
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import HOPS, AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
+from autoshard.errors import VerificationError
 from autoshard.ir.collectives import spec_named
+from autoshard.program.manifest import RECOMPILE
 from autoshard.simulate.contention import Message, delays, demand
 from autoshard.simulate.work import (
     Attention,
@@ -168,6 +170,38 @@ class Habits:
     experts: bool = False
 
 
+class Stop(NamedTuple):
+    """Where a part may let another go on. ready: seconds at which what it needs next is there. ahead: seconds
+    of computing before its next exchange of tokens."""
+
+    ready: float
+    ahead: float
+
+
+#: which of the parts that are not done goes on: given the time, where each has stopped, and the turns so far
+Turns: TypeAlias = "Callable[[float, Mapping[int, Stop], Sequence[int]], int]"
+
+
+def one_after_the_other(now: float, stops: Mapping[int, Stop], taken: Sequence[int]) -> int:
+    return next(iter(stops))
+
+
+def soonest_message(now: float, stops: Mapping[int, Stop], taken: Sequence[int]) -> int:
+    """Of those that can go on the one that is next to send tokens, else the one that can go on first."""
+    return min(stops, key=lambda k: (max(0.0, stops[k].ready - now), stops[k].ahead, k))
+
+
+def as_said(said: Sequence[int]) -> Turns:
+    """In an order that is given. Raises VerificationError when it is over before the parts are."""
+
+    def turns(now: float, stops: Mapping[int, Stop], taken: Sequence[int]) -> int:
+        if len(taken) >= len(said) or said[len(taken)] not in stops:
+            raise VerificationError("the turns of a pair are not those of its stops", hint=RECOMPILE)
+        return said[len(taken)]
+
+    return turns
+
+
 class Player:
     """Plays parts on one rank.
 
@@ -203,33 +237,66 @@ class Player:
         parameters: values that are there from the start of the step. gradients: values that nothing in the
         part waits for.
         """
+        return self.play_together((steps,), parameters, gradients, one_after_the_other, spans)[0]
+
+    def play_together(
+        self,
+        parts: Sequence[Sequence[SegmentCall]],
+        parameters: Collection[str],
+        gradients: Collection[str],
+        turns: Turns,
+        spans: bool = False,
+    ) -> tuple[Played, tuple[int, ...]]:
+        """Parts that take turns, from stop to stop; and which goes on in each turn.
+
+        What parts make has another name in each.
+        """
         delayed: dict[Place, float] = {}
         for _ in range(_ROUNDS if self.shared else 0):
-            result = self._played(steps, parameters, gradients, True, delayed)
-            new = self._delays(steps, result.spans, delayed)
+            result, taken = self._played(parts, parameters, gradients, turns, True, delayed)
+            new = self._delays([step for part in parts for step in part], result.spans, delayed)
             if not new:
-                return result if spans else replace(result, spans=())
+                return (result if spans else replace(result, spans=())), taken
             delayed = new
-        return self._played(steps, parameters, gradients, spans, delayed)
+        return self._played(parts, parameters, gradients, turns, spans, delayed)
 
     def _played(
         self,
-        steps: Sequence[SegmentCall],
+        parts: Sequence[Sequence[SegmentCall]],
         parameters: Collection[str],
         gradients: Collection[str],
+        turns: Turns,
         spans: bool,
         delayed: Mapping[Place, float],
-    ) -> Played:
+    ) -> tuple[Played, tuple[int, ...]]:
         """delayed: (step, task) -> seconds by which a message takes longer than on its own."""
         run = _Run(self.habits, len(self.sizes), spans, 2 if self.hosted else 0, delayed)
         run.fetched.update(parameters)
+        going, first = dict[int, Iterator[Stop]](), 0
+        for k, part in enumerate(parts):
+            going[k] = self._part(run, part, first, gradients)
+            first += len(part)
+        stops = dict.fromkeys(going, Stop(0.0, 0.0))
+        taken: list[int] = []
+        while stops:
+            taken.append(turns(run.free[0], stops, taken))
+            stop = next(going[taken[-1]], None)
+            if stop is None:
+                del stops[taken[-1]]
+            else:
+                stops[taken[-1]] = stop
+        return run.end(), tuple(taken)
+
+    def _part(
+        self, run: _Run, steps: Sequence[SegmentCall], first: int, gradients: Collection[str]
+    ) -> Iterator[Stop]:
+        """Play a part from stop to stop. first: number of its first step."""
         for number, step in enumerate(steps):
             if self.habits.ahead and not self.habits.late:
                 # gathers of the next call are issued before what this one reduces
                 for other in range(number + (number > 0), min(number + AHEAD, len(steps))):
                     run.fetch(other, steps[other], self._of(steps[other].sheet))
-            run.step(step, self._of(step.sheet), gradients)
-        return run.end()
+            yield from run.step(first + number, step, self._of(step.sheet), gradients)
 
     def _delays(
         self,
@@ -258,6 +325,7 @@ class Player:
         result = self._timed.get(id(sheet))
         if result is None:
             timed = [self._task(t)._replace(unpacks=_unpacks(t, sheet.tasks)) for t in sheet.tasks]
+            timed = [t._replace(ahead=s) for t, s in zip(timed, _ahead(timed), strict=True)]
             result = self._timed[id(sheet)] = (sheet, timed)
         return result[1]
 
@@ -273,13 +341,15 @@ class Player:
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
         spec = spec_named(task.op)
-        aside = self.habits.experts and spec is not None and spec.family == "experts"
+        exchanges = spec is not None and spec.family == "experts"
+        aside = self.habits.experts and exchanges
         ring = work.kind in HOPS
         return _Timed(
             *(1 + work.axis, cost, task.after, task.inputs, wide, bare),
             in_turn=task.turn,
             ring=ring,
             aside=aside,
+            exchanges=exchanges,
         )
 
     @staticmethod
@@ -305,6 +375,21 @@ class _Timed(NamedTuple):
     issues: int = 0
     waits: bool = False
     aside: bool = False
+    exchanges: bool = False
+    ahead: float = 0.0
+
+
+def _ahead(timed: Sequence[_Timed]) -> list[float]:
+    """Per task, seconds of computing from it on up to the next exchange of tokens that takes some time."""
+    least = max((task.cost for task in timed if task.exchanges), default=0.0) / 10
+    result, until = [0.0] * len(timed), 0.0
+    for k in range(len(timed) - 1, -1, -1):
+        task = timed[k]
+        if task.exchanges and task.cost >= least:
+            until = 0.0
+        until += 0.0 if task.stream else task.cost
+        result[k] = until
+    return result
 
 
 def _unpacks(task: OpTask, tasks: Sequence[OpTask]) -> bool:
@@ -345,11 +430,10 @@ class _Run:
         self.last = [0.0] * (1 + axes + links)
         self.ready: dict[str, float] = {}
         self.fetched: set[str] = set()
-        self.began: list[float] = []
+        self.began: dict[int, float] = {}
         self.late: list[tuple[int, int, int, float]] = []
         self.cover, self.copies = _Cover(), _Cover()
         self.spans: list[TaskSpan] | None = [] if spans else None
-        self.steps = 0
         self.host = 0.0
         #: step -> when those of its tasks end that only gather parameters, if they were issued ahead of it
         self.ahead: dict[int, dict[int, float]] = {}
@@ -379,9 +463,14 @@ class _Run:
                 start = max(start, self.free[task.stream])
                 result[k] = self._runs(number, k, task.stream, task.cost, start)
 
-    def step(self, step: SegmentCall, timed: Sequence[_Timed], gradients: Collection[str]) -> None:
-        number, habits, free, ready = self.steps, self.habits, self.free, self.ready
-        self.steps += 1
+    def step(
+        self, number: int, step: SegmentCall, timed: Sequence[_Timed], gradients: Collection[str]
+    ) -> Iterator[Stop]:
+        """Play it from stop to stop, of which one is before it begins."""
+        habits, free, ready, stops = self.habits, self.free, self.ready, step.sheet.stops
+        if stops:
+            arriving = [self.pending[name].arrived for name in step.args if name in self.pending]
+            yield Stop(max(arriving, default=0.0), timed[0].ahead if timed else 0.0)
         issued = self.ahead.pop(number, {})
         if self.pending:
             self._wait(step.args)
@@ -395,6 +484,9 @@ class _Run:
         for k, task in enumerate(timed):
             stream, after, inputs = task.stream, task.after, task.inputs
             cost = task.cost
+            for _ in range(stops[k] if stops else 0):
+                wanted = [unpacking.get(d, end[d]) for d in after] + [taken[i] for i in inputs]
+                yield Stop(max(wanted, default=0.0), task.ahead)
             if habits.late:
                 if task.unpacks:
                     unpacking[k] = end[after[-1]]
@@ -451,7 +543,9 @@ class _Run:
                 self.last[stream] = end[k]
             if stream and not (habits.late or task.ring) and (pure[k] or not (k in last or step.loose)):
                 free[0] = max(free[0], end[k])
-        self.began.append(max(first, 0.0) if timed else free[0])
+        for _ in range(stops[-1] if stops else 0):
+            yield Stop(0.0, 0.0)
+        self.began[number] = max(first, 0.0) if timed else free[0]
         for name, source in zip(step.outs, step.sheet.outs, strict=True):
             ready[name] = end[source] if source >= 0 else taken[~source]
         for d, arrived in unpacking.items():

@@ -134,8 +134,10 @@ class OpTask:
 class Sheet:
     """A segment as tasks, in the order in which they are issued.
 
-    outs: per output the task that makes it, or ~k for argument k that it is a view of.
+    outs: per output the task that makes it, or ~k for argument k that it is a view of. stops: per task, and
+    behind them all, how often the segment stops before it (`rules.stops`); () for nowhere.
     """
 
     tasks: tuple[OpTask, ...]
     outs: tuple[int, ...]
+    stops: tuple[int, ...] = ()

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import VerificationError
+from autoshard.ir import Call
 from autoshard.ir.boundaries import ends_of, wires_of
-from autoshard.ir.lowered import Lowered, PartBoundary
+from autoshard.ir.lowered import Lowered, PartBoundary, Phase
 from autoshard.program.holders import holders_of
-from autoshard.program.messages import RankAction, StageSend, moves_of, phases_of
-from autoshard.program.program import Program
+from autoshard.program.messages import RankAction, StageSend, moves_of, phases_of, turns_of_rank
+from autoshard.program.program import PipelineStages, Program
+from autoshard.rules.stops import stops_of
 from autoshard.schedules.check import check
 from autoshard.schedules.schedule import Schedule
 from autoshard.verify.result import Finding, ProgramLocation
@@ -89,6 +91,33 @@ def _schedule(program: Program) -> Iterator[Finding]:
         yield Finding(
             "schedule", "the schedule and the program split backward differently", ProgramLocation()
         )
+    yield from _turns(program, program.stages)
+
+
+def _turns(program: Program, stages: PipelineStages) -> Iterator[Finding]:
+    """Of actions that run as one: as many for each as it stops."""
+    known: set[tuple[int, int]] = set()
+    for rank, row in enumerate(stages.schedule.turns):
+        for turn in row:
+            pair = turn[0].stage, turn[-1].stage
+            if len(turn) == 1 or pair in known:
+                continue
+            known.add(pair)
+            taken = stages.turns.get(pair, ())
+            given = [taken.count(part) for part in (0, 1)]
+            stops = [_stops(program, pair[0], "forward"), _stops(program, pair[1], "backward", "weight")]
+            if given != [1 + n for n in stops]:
+                at = ProgramLocation(rank=rank, stage=pair[0], action=str(turn[0]))
+                why = f"{turn[0]} stops {stops[0]} times, {turn[1]} {stops[1]} times, and then they end"
+                told = f"{turn[0]} and {turn[1]}, which run as one, have {given[0]} and {given[1]} turns"
+                yield Finding("schedule", told, at, why)
+
+
+def _stops(program: Program, stage: int, *phases: Phase) -> int:
+    lowered = program.lowered
+    parts = [part for part in lowered.of_stage[stage] if part.phase in phases]
+    calls = [item for part in parts for item in lowered.of(part) if isinstance(item, Call)]
+    return sum(1 + len(stops_of(lowered.segments[call.segment].graph.nodes)) for call in calls)
 
 
 class _Traffic:
@@ -220,42 +249,41 @@ class _Traffic:
     def progress(self) -> Iterator[Finding]:
         """Run the actions with a queue of ranks that may go on."""
         sent: dict[tuple[int, int], int] = {}
-        at = [0] * len(self.rows)
-        queue, waiting = list(range(len(self.rows))), dict[int, int]()
+        rows = [turns_of_rank(row) for row in self.rows]
+        at = [0] * len(rows)
+        queue, waiting = list(range(len(self.rows))), dict[int, tuple[RankAction, StageSend]]()
         while queue:
             rank = queue.pop()
-            row = self.rows[rank]
+            row = rows[rank]
             while at[rank] < len(row):
-                move = row[at[rank]]
-                missing = next((m for m in move.receives if sent.get((m.sender, rank), 0) <= m.number), None)
+                needed = ((move, m) for move in row[at[rank]] for m in move.receives)
+                missing = next((n for n in needed if sent.get((n[1].sender, rank), 0) <= n[1].number), None)
                 if missing is not None:
-                    waiting[rank] = missing.sender
+                    waiting[rank] = missing
                     break
                 at[rank] += 1
-                for m in move.sends:
+                for m in (m for move in row[at[rank] - 1] for m in move.sends):
                     sent[m.sender, m.receiver] = sent.get((m.sender, m.receiver), 0) + 1
-                    if waiting.get(m.receiver) == rank:
+                    if m.receiver in waiting and waiting[m.receiver][1].sender == rank:
                         del waiting[m.receiver]
                         queue.append(m.receiver)
         if waiting:
-            yield self._stuck(waiting, at, sent)
+            yield _stuck(waiting)
 
-    def _stuck(
-        self, waiting: Mapping[int, int], at: Sequence[int], sent: Mapping[tuple[int, int], int]
-    ) -> Finding:
-        """The circle in which ranks wait, or the rank that waits for one that is done."""
-        path = [min(waiting)]
-        while path[-1] in waiting and waiting[path[-1]] not in path:
-            path.append(waiting[path[-1]])
-        if path[-1] in waiting:
-            path = path[path.index(waiting[path[-1]]) :]
-        rank = path[0]
-        move = self.rows[rank][at[rank]]
-        missing = next(m for m in move.receives if sent.get((m.sender, rank), 0) <= m.number)
-        told = [
-            f"rank {r} in {self.rows[r][at[r]].action} for rank {waiting[r]}" for r in path if r in waiting
-        ]
-        return _told(f"ranks wait for each other: {', '.join(told)}", rank, move, missing)
+
+def _stuck(waiting: Mapping[int, tuple[RankAction, StageSend]]) -> Finding:
+    """The circle in which ranks wait, or the rank that waits for one that is done.
+
+    waiting: rank -> its action, and the message that it waits for.
+    """
+    path = [min(waiting)]
+    while path[-1] in waiting and waiting[path[-1]][1].sender not in path:
+        path.append(waiting[path[-1]][1].sender)
+    if path[-1] in waiting:
+        path = path[path.index(waiting[path[-1]][1].sender) :]
+    at = [(rank, *waiting[rank]) for rank in path if rank in waiting]
+    told = [f"rank {rank} in {move.action} for rank {missing.sender}" for rank, move, missing in at]
+    return _told(f"ranks wait for each other: {', '.join(told)}", path[0], *waiting[path[0]])
 
 
 def _told(

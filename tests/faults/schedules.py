@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 from autoshard.program.program import Program
@@ -72,7 +73,30 @@ def doubled_action(program: Program) -> Iterator[Fault]:
             yield Fault(with_schedule(program, actions=rest), rules("schedule"), (str(action),))
 
 
+def missing_turn(program: Program) -> Iterator[Fault]:
+    """One of two that run as one has a turn less than it stops: ranks would end a step at different ops."""
+    assert program.stages is not None
+    for pair, taken in program.stages.turns.items():
+        for place in (0, len(taken) // 2):
+            fewer = {**program.stages.turns, pair: (*taken[:place], *taken[place + 1 :])}
+            made = replace(program, stages=replace(program.stages, turns=fewer))
+            yield Fault(made, rules("schedule"), (f"F{pair[0]}",))
+
+
+def paired_with_its_own(program: Program) -> Iterator[Fault]:
+    """A forward runs as one with the backward of its own microbatch, which waits for it."""
+    assert program.stages is not None
+    schedule = program.stages.schedule
+    for row in schedule.actions:
+        for action, behind in pairwise(row):
+            if action.kind == "F" and behind.kind == "B" and action not in schedule.paired:
+                made = with_schedule(program, paired=schedule.paired | {action})
+                yield Fault(made, rules("schedule"), (str(action), str(behind)))
+
+
 KINDS: dict[str, Kind] = {
+    "turn of a pair left out": Kind(missing_turn, ("pairs",)),
+    "pair that waits for itself": Kind(paired_with_its_own, ("pairs",)),
     "missing action": Kind(drop_action, PIPES),
     "microbatches out of order": Kind(swapped_microbatches, PIPES),
     "backward before forward": Kind(backward_first, PIPES),

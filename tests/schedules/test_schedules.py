@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch_schedules import torch_schedule
 
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
+from autoshard.program.program import PipelineStages
+from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.report import gantt
 from autoshard.schedules import Action, Schedule
 from autoshard.schedules.check import check, in_flight
@@ -92,7 +94,8 @@ def slow_starts(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
                 to = a.stage + 1 if a.kind == "F" else a.stage - 1
                 if a.kind == "W" or not 0 <= to < schedule.stages:
                     continue
-                other, arrival = schedule.owner[to], ends[rank][k]
+                # what runs as one is done at once
+                other, arrival = schedule.owner[to], ends[rank][k + (a in schedule.paired)]
                 if other != rank:
                     wire = costs.send_forward[a.stage] if a.kind == "F" else costs.send_backward[to]
                     arrival = max(stream.get((rank, other), 0.0), arrival) + wire
@@ -101,12 +104,12 @@ def slow_starts(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
         for rank, row in enumerate(schedule.actions):
             for k, a in enumerate(row):
                 earliest = ends[rank][k - 1] if k else 0.0
-                earliest = max(
-                    earliest, arrives.get(("B" if a.kind == "I" else a.kind, a.stage, a.microbatch), 0.0)
-                )
-                if a.kind != "F":
-                    r, j = place["B" if a.kind == "W" else "F", a.stage, a.microbatch]
-                    earliest = max(earliest, ends[r][j])
+                for needs in (a, row[k + 1]) if a in schedule.paired else (a,):
+                    kind = "B" if needs.kind == "I" else needs.kind
+                    earliest = max(earliest, arrives.get((kind, needs.stage, needs.microbatch), 0.0))
+                    if kind != "F":
+                        r, j = place["B" if kind == "W" else "F", needs.stage, needs.microbatch]
+                        earliest = max(earliest, ends[r][j])
                 if earliest > at[rank][k] + 1e-12:
                     at[rank][k] = earliest
                     moved = True
@@ -367,6 +370,68 @@ def test_search_refuses_wrong_sizes() -> None:
         search(3, 1, 2, StageCosts.uniform(3), (1.0, 2.0))
 
 
+# -- pairs --------------------------------------------------------------------------------------------------
+
+
+@given(ranks=ranks_, microbatches=microbatches_, chunks=chunks_)
+@some
+def test_pairs_are_as_short_as_what_they_cost(ranks: int, microbatches: int, chunks: int) -> None:
+    """With enough microbatches, every forward behind the first ones of a rank has a backward beside it, and a
+    step is shorter by what pairs save on the rank that has most of them."""
+    schedule = make("interleaved-overlap", ranks, microbatches, chunks)
+    costs = StageCosts.uniform(ranks, chunks)
+    pairs = [sum(len(turn) == 2 for turn in row) for row in schedule.turns]
+    for rank, row in enumerate(schedule.turns):
+        ahead = next((k for k, turn in enumerate(row) if turn[0].kind != "F" or len(turn) > 1), len(row))
+        same = sum(f.microbatch == b.microbatch for f, b in pairwise(schedule.actions[rank])
+                   if f.kind == "F" and b.kind == "B")  # fmt: skip
+        assert pairs[rank] >= microbatches * chunks - ahead - same
+    stages = range(schedule.stages)
+    alone, both = makespan(schedule, costs), 2.5 / chunks
+    faster = replace(costs, paired={(f, b): both for f in stages for b in stages})
+    timeline = simulate(schedule, faster)
+    assert timeline.makespan == makespan(schedule, faster) <= alone + 1e-9
+    assert timeline.makespan >= least_makespan(schedule, faster) - 1e-9
+    spent = [row[-1].end - row[0].start for row in timeline.spans]
+    assert min(spent) >= 0
+    for row, busy in zip(timeline.spans, timeline.busy, strict=True):
+        assert sum(span.end - span.start for span in row) == pytest.approx(busy)
+    if microbatches >= 2 * ranks:
+        assert alone - timeline.makespan >= min(pairs) * 0.5 / chunks - 1e-9
+
+
+def test_pairs_that_cannot_run_are_refused() -> None:
+    schedule = make("interleaved-overlap", 2, 4, 1)
+    assert [str(a) for a in schedule.turns[1][1]] == ["F1.1", "B1.0"]
+    for paired, said in (
+        ({Action("F", 0, 0)}, "F0.0 cannot run as one with F0.1"),
+        ({Action("F", 0, 9)}, "F0.9 is paired, and nowhere"),
+        ({Action("B", 1, 0)}, "B1.0 cannot run as one with F1.2"),
+    ):
+        with pytest.raises(VerificationError, match=said):
+            check(replace(schedule, paired=frozenset(paired)))
+    few = make("interleaved-overlap", 2, 2, 1)
+    with pytest.raises(VerificationError, match=r"B0.0 waits for the backward of stage 1, microbatch 0"):
+        check(replace(few, paired=few.paired | {Action("F", 0, 1)}))
+    with pytest.raises(VerificationError, match=r"F1.0 cannot run as one with B1.0"):
+        check(replace(make("1f1b", 2, 4), paired=frozenset({Action("F", 1, 0)})))
+
+
+def test_turns_of_pairs_are_read_back() -> None:
+    schedule = make("interleaved-overlap", 2, 4, 1)
+    stages = PipelineStages(schedule, 0, {(0, 0): (0, 0, 1, 0), (1, 1): (1, 0)})
+    text = schedule_to_json(stages)
+    assert '"F2 B1 F1"' in text and "F1.1+B1.0" in text
+    assert schedule_from_json(text) == stages
+    for changed, said in (
+        (text.replace('"1+1"', '"0+1"'), "other pairs"),
+        (text.replace("F2 B1", "F2 C1"), "'C1' is no turn"),
+        (text.replace('"0+0"', '"0-0"'), "not a schedule"),
+    ):
+        with pytest.raises(VerificationError, match=said):
+            schedule_from_json(changed)
+
+
 # -- what is wrong is seen ----------------------------------------------------------------------------------
 
 
@@ -476,10 +541,11 @@ def test_names() -> None:
         "breadth-first",
         "zb-h1",
         "zb-v",
+        "interleaved-overlap",
         "searched",
         "seq1f1b",
     )
-    assert [default_chunks(n) for n in names()] == [1, 1, 2, 2, 1, 2, 1, 1]
+    assert [default_chunks(n) for n in names()] == [1, 1, 2, 2, 1, 2, 2, 1, 1]
     assert str(make("zb-v", 2, 3, 2).actions[0][0]) == "F0.0"
 
 

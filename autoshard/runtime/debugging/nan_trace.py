@@ -13,6 +13,7 @@ from autoshard.runtime.debugging.op_places import OpPlace, OpPlaces
 from autoshard.runtime.groups import reduced
 from autoshard.runtime.pending import arrived
 from autoshard.runtime.prepared_steps import PreparedItem
+from autoshard.runtime.straight_line import Stopping
 
 if TYPE_CHECKING:
     from autoshard.runtime.runner import Runner
@@ -49,11 +50,13 @@ class NanTrace:
         self._known.update(names)
         return [result[name] for name in names]
 
-    def run(self, item: PreparedItem, args: Sequence[Any]) -> Sequence[Any]:
-        """The results of an instruction, each of its ops looked at."""
+    def run(self, item: PreparedItem, args: Sequence[Any]) -> Stopping:
+        """The results of an instruction, from stop to stop, each of its ops looked at."""
         steps, slots, ends = item.opened(args)
         began = {k: self.began[a] for k, a in enumerate(item.args) if a in self.began}
         for step, place in zip(steps, self.places.of(item.instruction), strict=True):
+            if step.stops:
+                yield
             step.run(slots, item.site)
             for slot in step.outs:
                 slots[slot] = arrived(slots[slot])

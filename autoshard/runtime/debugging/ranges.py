@@ -9,7 +9,8 @@ from typing import Any
 from autoshard.ir import Call
 from autoshard.runtime.debugging.op_places import OpPlaces
 from autoshard.runtime.pending import Issue, Pending
-from autoshard.runtime.prepared_steps import PreparedItem
+from autoshard.runtime.prepared_steps import PreparedItem, PreparedSegment
+from autoshard.runtime.straight_line import Stopping
 from autoshard.torch_adapters.profiler import record_range
 
 
@@ -28,16 +29,22 @@ class Ranges:
         """Values, waited for."""
         return [_waited(values[name], self._coming.get(name, "")) for name in names]
 
-    def run(self, item: PreparedItem, args: list[Any]) -> Sequence[Any]:
-        """The results of an instruction; neighbours of one module share a range."""
-        if self.compiled and isinstance(item.instruction, Call):
+    def run(self, item: PreparedItem, args: list[Any]) -> Stopping:
+        """The results of an instruction, from stop to stop; neighbours of one module share a range."""
+        if self.compiled and isinstance(item.instruction, Call) and isinstance(item.body, PreparedSegment):
+            if item.body.stops:  # ranges of two microbatches would lie across each other
+                return (yield from item.run(args))
             with record_range(f"{item.label} {item.instruction.segment}".strip()):
-                return item.run(args)
+                return item.body(args, item.site)
         steps, slots, ends = item.opened(args)
         coming: dict[int, str] = {}
         now = ""
         with ExitStack() as inside:
             for step, place in zip(steps, self.places.of(item.instruction), strict=True):
+                if step.stops:
+                    inside.close()
+                    now = ""
+                    yield
                 late = [slot for slot in step.uses if type(slots[slot]) is Pending]
                 if late or place.range != now:
                     inside.close()
