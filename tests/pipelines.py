@@ -123,10 +123,12 @@ def sending_cluster() -> Cluster:
 
 
 @functools.cache
-def paired(mesh: str = "ep=2", microbatches: int = 5, chunks: int = 1) -> Program:
+def paired(
+    mesh: str = "ep=2", microbatches: int = 5, chunks: int = 1, schedule: str = "interleaved-overlap"
+) -> Program:
     """Of two pipeline ranks."""
     found = plan_analysed(analysed("mixtral-deep"), [Mesh.parse(mesh)], sending_cluster(), reasons=False)
     cuts = cuts_of(found.analysis.folded, 2 * chunks)
-    pipeline = Pipeline(2, 0, "interleaved-overlap", chunks, cuts)
+    pipeline = Pipeline(2, 0, schedule, chunks, cuts)
     plan = replace(found.plan, pipeline=pipeline, microbatches=microbatches)
     return compile_analysed(replace(found, plan=plan, source=source("mixtral-deep")))

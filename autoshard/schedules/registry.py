@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from autoshard.errors import UsageError
+from autoshard.schedules.dualpipe_v import DUALPIPE_V
 from autoshard.schedules.interleaved import INTERLEAVED_OVERLAP
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.schedule import Schedule
@@ -13,7 +14,7 @@ from autoshard.schedules.seq1f1b import SEQ1F1B
 from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
 
 #: a schedule is its file and its name here
-SCHEDULES = {**NAMED, **{spec.name: spec for spec in (INTERLEAVED_OVERLAP, SEARCHED, SEQ1F1B)}}
+SCHEDULES = {**NAMED, **{spec.name: spec for spec in (INTERLEAVED_OVERLAP, DUALPIPE_V, SEARCHED, SEQ1F1B)}}
 
 
 def names() -> tuple[str, ...]:

@@ -86,4 +86,5 @@ ZB_V = ScheduleSpec(
     v_shaped=True,
     splits_backward=True,
     also=("zbv",),
+    overlapped="dualpipe-v",
 )

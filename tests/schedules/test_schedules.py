@@ -542,10 +542,11 @@ def test_names() -> None:
         "zb-h1",
         "zb-v",
         "interleaved-overlap",
+        "dualpipe-v",
         "searched",
         "seq1f1b",
     )
-    assert [default_chunks(n) for n in names()] == [1, 1, 2, 2, 1, 2, 2, 1, 1]
+    assert [default_chunks(n) for n in names()] == [1, 1, 2, 2, 1, 2, 2, 2, 1, 1]
     assert str(make("zb-v", 2, 3, 2).actions[0][0]) == "F0.0"
 
 

@@ -21,9 +21,16 @@ from autoshard.verify.lockstep import verify
 from autoshard.verify.static import verify_static
 
 
-@pytest.mark.parametrize(("mesh", "microbatches", "chunks"), [("ep=2", 5, 1), ("fsdp=2,ep=2", 4, 2)])
-def test_lockstep_equals_eager(mesh: str, microbatches: int, chunks: int) -> None:
-    program = paired(mesh, microbatches, chunks)
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "chunks", "schedule"),
+    [
+        ("ep=2", 5, 1, "interleaved-overlap"),
+        ("fsdp=2,ep=2", 4, 2, "interleaved-overlap"),
+        ("ep=2", 5, 2, "dualpipe-v"),
+    ],
+)
+def test_lockstep_equals_eager(mesh: str, microbatches: int, chunks: int, schedule: str) -> None:
+    program = paired(mesh, microbatches, chunks, schedule)
     assert {"comm.expert_dispatch.default", "comm.expert_combine.default"} <= _ops(program)
     assert verify_static(program).ok
     model, batch = model_and_batch("mixtral-deep", microbatches)
@@ -33,10 +40,11 @@ def test_lockstep_equals_eager(mesh: str, microbatches: int, chunks: int) -> Non
 
 def test_on_gloo_equals_eager(tmp_path: Path) -> None:
     cases = []
-    for k, (mesh, microbatches, chunks) in enumerate((("ep=2", 5, 1), ("ep=2", 4, 2), ("fsdp=2", 3, 1))):
-        folder = str(tmp_path / str(k))
-        save_program(paired(mesh, microbatches, chunks), Path(folder))
-        cases.append({"family": "mixtral-deep", "program": folder, "microbatches": str(microbatches)})
+    ways = (("ep=2", 5, 1), ("ep=2", 4, 2), ("fsdp=2", 3, 1), ("ep=2", 5, 2, "dualpipe-v"))
+    for k, way in enumerate(ways):
+        folder = tmp_path / str(k)
+        save_program(paired(*way), folder)  # type: ignore[arg-type]
+        cases.append({"family": "mixtral-deep", "program": str(folder), "microbatches": str(way[1])})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     files = [str(tmp_path / name) for name in ("cases.json", "results.json")]
     run_ranks([str(HERE / "pipeline_worker.py"), *files])
