@@ -11,6 +11,7 @@ from autoshard.ir import Folded, Joint
 from autoshard.ir.collectives import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
+from autoshard.ir.slices import Slices
 from autoshard.ir.statements import statements_of
 from autoshard.passes.fuse.fuse_bias import fuse_bias
 from autoshard.passes.fuse.fuse_kernels import fuse_kernels
@@ -128,8 +129,13 @@ class PassContext:
     @property
     def slices(self) -> int:
         """Parts of the sequence of a microbatch."""
+        return len(self.lengths)
+
+    @property
+    def lengths(self) -> Slices:
+        """Of these parts."""
         pipeline = self.options.plan.pipeline
-        return pipeline.slices if pipeline else 1
+        return pipeline.sliced if pipeline else Slices.equal(1)
 
     @property
     def once_a_step(self) -> bool:
@@ -335,7 +341,7 @@ FINISHING = (
     ),
     _pass(
         "slice_sequence",
-        lambda g, c: slice_sequence(g, c.folded.joint, c.slices, c.options.rules, c.options.mesh),
+        lambda g, c: slice_sequence(g, c.folded.joint, c.lengths, c.options.rules, c.options.mesh),
         lambda c: c.slices > 1,
         needs="stages",
     ),

@@ -68,10 +68,16 @@ def source(name: str) -> Source:
 
 
 def program_of(
-    name: str, ranks: int, mesh: str, slices: int, microbatches: int, **changes: object
+    name: str,
+    ranks: int,
+    mesh: str,
+    slices: int,
+    microbatches: int,
+    parts: tuple[int, ...] = (),
+    **changes: object,
 ) -> Program:
     found = planned(name, mesh)
     cuts = cuts_of(found.analysis.folded, ranks)
-    pipeline = Pipeline(ranks, 0, "seq1f1b", 1, cuts, slices)
+    pipeline = Pipeline(ranks, 0, "seq1f1b", 1, cuts, slices, parts)
     plan = replace(found.plan, pipeline=pipeline, microbatches=microbatches, **changes)  # type: ignore[arg-type]
     return compile_analysed(replace(found, plan=plan))

@@ -8,18 +8,22 @@ memory simulated, and solved again with less memory as long as it does not fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
+
+from msgspec import structs
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import hosted
 from autoshard.cost.stage_machines import rooms
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, UsageError
 from autoshard.ir import Folded
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.options import PassOptions
-from autoshard.passes.pipeline import LoweringOptions, lower, lower_by_share
+from autoshard.passes.pipeline import LoweringOptions, check_slices, lower, lower_by_share
+from autoshard.passes.sequence.slice_places import sequence_ports
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.depth_extrapolation import SimulatedStep, TruncatedRun, extrapolate_depth
 from autoshard.planner.host_memory import HostFullError, HostNeed, least_offload, need_of
@@ -38,6 +42,7 @@ from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.segment_cache import OfSegments
+from autoshard.simulate.slices import of_equal_work
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 
@@ -53,6 +58,8 @@ _NEAR = 0.02
 _MORE = 1.03
 #: share of the room that is left when no stages can be cut that fit
 _SMALLER = 0.88
+#: equal parts of a sequence that slices may be made of
+_UNITS = (32, 16, 8)
 #: with activations in host memory, others are not tried after so many configurations of which every program
 #: holds more than twice the memory
 _BY_FAR = 6
@@ -108,6 +115,8 @@ class MemoryFitter:
         self.offload = offload
         self.progress = progress
         self._schedules = Schedules()
+        #: a model -> into how many equal parts its sequence may be divided for slices, the most first
+        self._finest: dict[int, tuple[Folded, tuple[int, ...]]] = {}
         self._cuttings: list[tuple[CandidateSolution, StagePartition]] = []
         self._fitted: list[tuple[CandidateSolution, MemoryFit]] = []
         #: kind of solution -> what was measured: its setting, and the bytes beyond what the search counts
@@ -411,6 +420,9 @@ class MemoryFitter:
             splits = schedule is not None and schedule.splits_backward
             saving = saving_of(laid_for(plan, self.cluster), Mesh.parse(plan.mesh), plan)
             options = replace(options, plan=plan, split_backward=splits, saving=saving)
+        stages = None
+        if schedule is not None and staging is not None:
+            stages = PipelineStages(schedule, 0, parts=staging.pipeline.parts)
         folded = solution.formulated.model.folded
         lowered = lower_by_share(folded, options, uncut)
 
@@ -421,7 +433,7 @@ class MemoryFitter:
                 Signature.of(folded.joint),
                 {},
                 microbatches=plan.microbatches,
-                stages=None if schedule is None else PipelineStages(schedule, 0),
+                stages=stages,
                 offload=self.offload,
             )
 
@@ -477,8 +489,32 @@ class MemoryFitter:
         """The plan of a solution, and how the passes place its model."""
         budget, print_ = self.request.budget, self.analysis.fingerprint
         plan = explain(solution, self.cluster, print_, budget=budget, reasons=False)
-        passes = PassOptions(offload=str(self.offload))
-        return plan, lowering_of(plan, solution.formulated.model.flow, self.analysis, self.cluster, passes)
+        passes, flow = PassOptions(offload=str(self.offload)), solution.formulated.model.flow
+        lowering = lowering_of(plan, flow, self.analysis, self.cluster, passes)
+        if plan.pipeline is None or plan.pipeline.slices == 1:
+            return plan, lowering
+        # of how much work each slice is, only prices say (`StagePartition`)
+        units = self._units(solution.formulated.model.folded, lowering, plan.pipeline.slices)
+        even = of_equal_work(plan.pipeline.slices, units, 0.0).counts
+        plan = replace(plan, pipeline=structs.replace(plan.pipeline, parts=even))
+        return plan, replace(lowering, plan=plan)
+
+    def _units(self, folded: Folded, how: LoweringOptions, slices: int) -> int:
+        """Equal parts of a sequence that slices may be made of: more than slices, where the model can be
+        divided so finely. Raises UsageError if it cannot be divided into slices at all."""
+        if id(folded) not in self._finest:
+            check_slices(folded, how, slices)
+            length = sequence_ports(folded.joint, 1)[0].type.shape[1]
+            self._finest[id(folded)] = folded, tuple(n for n in _UNITS if length % n == 0 and n > slices)
+            for units in self._finest[id(folded)][1]:
+                with suppress(UsageError):
+                    check_slices(folded, how, units)
+                    break
+            else:
+                self._finest[id(folded)] = folded, ()
+        length, ranks = sequence_ports(folded.joint, 1)[0].type.shape[1], prod(how.mesh.sizes)
+        fine = self._finest[id(folded)][1]
+        return next((n for n in fine if length % (n * ranks) == 0), slices)
 
 
 def _state(solution: CandidateSolution) -> float:

@@ -24,7 +24,6 @@ from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.placement import Layout, parse_placement
 from autoshard.ir.units import bytes_text
 from autoshard.options import Differentiate, PlanOptions
-from autoshard.passes.pipeline import check_slices
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.candidates import candidate_meshes, check_pipeline, check_products, given_mesh
 from autoshard.planner.host_memory import check_states
@@ -638,9 +637,6 @@ def plan_analysed(
 
     fitter = MemoryFitter(analysis, cluster, request, fixed=fixed, progress=say, offload=offload)
     solution = _chosen(analysis, meshes, cluster, request, say, fitter, searches or Searches())
-    slices = solution.configuration.pipe.slices
-    if slices > 1:
-        check_slices(solution.formulated.model.folded, fitter.lowering(solution)[1], slices)
     fitted = fitter.fitted(solution)
     solution, staging = fitted.solution, fitted.staging
     if among is not None:

@@ -21,6 +21,7 @@ from autoshard.cost.stage_machines import StageMachine, boundary_links, bounding
 from autoshard.ir import Call, Folded, Port
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.placement import R
+from autoshard.ir.slices import Slices
 from autoshard.ir.statements import Statement, Statements
 from autoshard.passes.pipeline import LoweringOptions, place
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD
@@ -93,7 +94,8 @@ class _Pricing:
         self.homes = places_apart(Unpartitioned.of(place(folded, options)), folded.joint)
         lowered = self.homes.uncut.whole  # with copies of gradients that serve several parameters
         self.whole = lowered
-        self.slices = options.plan.pipeline.slices if options.plan.pipeline is not None else 1
+        sliced = Slices.equal(1) if options.plan.pipeline is None else options.plan.pipeline.sliced
+        self.slices, self.units = len(sliced), sliced.units
         mesh = Mesh.parse(options.plan.mesh)
         bound = bounding_machine(cluster, mesh, ranks)
         self.estimator = Estimator(_bare(lowered, folded, options), cluster, machine=bound)
@@ -125,7 +127,7 @@ class _Pricing:
         distinct = tuple(dict.fromkeys(self.unlike))
         kinds = tuple(self._on(costs, update, *kind) for kind in distinct)
         of = tuple(distinct.index(kind) for kind in self.unlike)
-        return Slots(tuple(self._named()), costs, self.link, self.slices, kinds, of, shared)
+        return Slots(tuple(self._named()), costs, self.link, self.slices, kinds, of, shared, units=self.units)
 
     def _on(self, costs: SlotCosts, update: np.ndarray, machine: StageMachine, link: AxisLink) -> SlotCosts:
         """The costs on another machine, with another link behind it. update: bytes that AdamW moves."""

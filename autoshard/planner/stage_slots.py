@@ -12,12 +12,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from autoshard.cost.collective import AxisLink, seconds
+from autoshard.ir.slices import Slices
 from autoshard.passes.stages.truncate_layers import Gap
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.timeline import StageCosts, least_makespan, makespan, peak_bytes
 from autoshard.search.plan.plan import Cut, Pipeline
 from autoshard.search.solve.stage_cuts import CutRequest, Line, best_cuts, places_of
-from autoshard.simulate.slices import in_slices
+from autoshard.simulate.slices import in_slices, of_equal_work
 
 #: (slots, bytes) of parameters that several slots use
 Shared: TypeAlias = tuple[tuple[tuple[int, ...], float], ...]
@@ -94,7 +95,8 @@ class SlotCosts:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """See above. link: between stages, the slowest. slices: of the sequence of a microbatch.
+    """See above. link: between stages, the slowest. slices: of the sequence of a microbatch. units: equal
+    parts of it that they are made of.
 
     kinds: the costs on unlike pipeline ranks, those of a send as on the link behind the rank; of: the kind of
     every rank, () if all are as ``costs_of`` says: the costs on what no rank is slower than. shared:
@@ -110,6 +112,17 @@ class Slots:
     of: tuple[int, ...] = ()
     shared: Shared = ()
     stages: tuple[frozenset[int] | None, ...] = ()
+    units: int = 1
+
+    @cached_property
+    def sliced(self) -> Slices:
+        """The slices, with as much work in each as can be."""
+        if self.slices == 1 or self.units == self.slices:
+            return Slices.equal(self.slices)
+        own = self.costs_of
+        seconds = float((own.forward + own.input + own.weight).sum())
+        attention = float((own.seen + own.seen_back).sum()) / seconds if seconds else 0.0
+        return of_equal_work(self.slices, self.units, attention)
 
     def equals(self, other: Slots) -> bool:
         """Whether all slots are the same and cost the same."""
@@ -224,7 +237,8 @@ class Slots:
     def pipeline(self, trial: Trial) -> Pipeline:
         """The pipeline with its cuts."""
         schedule, cuts = trial.schedule, tuple(self.cut_behind(e) for e in trial.ends)
-        return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts, self.slices)
+        parts = () if self.sliced.even else self.sliced.counts
+        return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts, self.slices, parts)
 
     def cut(self, schedule: Schedule, request: CutRequest, bare: float = 0.0) -> Trial | None:
         """The best cuts for one schedule, simulated; None if nothing fits. bare: see `StagePartition`."""
@@ -346,7 +360,7 @@ class Slots:
         if schedule.slices == 1:
             return costs
         seen, seen_back = total(lambda x: x.seen), total(lambda x: x.seen_back)
-        return in_slices(costs, seen, seen_back, self.link.latency, schedule.slices)
+        return in_slices(costs, seen, seen_back, self.link.latency, self.sliced)
 
     @cached_property
     def _layers(self) -> list[int]:

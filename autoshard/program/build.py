@@ -31,7 +31,8 @@ def build_program(
     shots = dict(dumps.shots)
     stages = None
     if plan.pipeline is not None and schedule is not None:
-        stages = PipelineStages(schedule, plan.pipeline.position + _added_before(plan.pipeline.position, how))
+        position = plan.pipeline.position + _added_before(plan.pipeline.position, how)
+        stages = PipelineStages(schedule, position, parts=plan.pipeline.parts)
         how = replace(how, split_backward=schedule.splits_backward)
     mesh = str(how.last_mesh)
 

@@ -11,6 +11,7 @@ from autoshard.capture.precision import UNCHANGED, MixedPrecision
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.ir.slices import Slices
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
@@ -62,12 +63,19 @@ class PipelineStages:
     """How the stages of a program are run.
 
     position: of the pp axis in the mesh of all ranks. turns: (stage of a forward, stage of a backward that
-    runs as one with it) -> which of the two, 0 or 1, goes on at each of their stops (`rules.stops`).
+    runs as one with it) -> which of the two, 0 or 1, goes on at each of their stops (`rules.stops`). parts:
+    of each slice of a microbatch, how many of the equal parts of its sequence; () where slices are equal.
     """
 
     schedule: Schedule
     position: int = 0
     turns: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    parts: tuple[int, ...] = ()
+
+    @property
+    def slices(self) -> Slices:
+        """Of the sequence of a microbatch."""
+        return Slices(self.parts) if self.parts else Slices.equal(self.schedule.slices)
 
 
 @dataclass(frozen=True)

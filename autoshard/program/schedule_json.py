@@ -31,7 +31,8 @@ class _PairTurns(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
-    """actions: of every rank, with blanks between, and ``+`` where two run as one. turns: of these."""
+    """actions: of every rank, with blanks between, and ``+`` where two run as one. turns: of these.
+    parts: see `PipelineStages`."""
 
     name: str
     microbatches: Number
@@ -40,6 +41,7 @@ class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
     owner: tuple[Number, ...]
     actions: list[str]
     turns: list[_PairTurns] = []
+    parts: tuple[Number, ...] = ()
 
 
 def schedule_to_json(stages: PipelineStages) -> str:
@@ -50,7 +52,8 @@ def schedule_to_json(stages: PipelineStages) -> str:
     for (forward, backward), taken in stages.turns.items():
         alike.setdefault(taken, []).append(f"{forward}+{backward}")
     turns = [_PairTurns(pairs, _runs(taken)) for taken, pairs in alike.items()]
-    file = _ScheduleFile(new.name, new.microbatches, new.slices, stages.position, new.owner, actions, turns)
+    numbers = (new.name, new.microbatches, new.slices, stages.position, new.owner)
+    file = _ScheduleFile(*numbers, actions, turns, stages.parts)
     return json.dumps(msgspec.to_builtins(file), indent=1) + "\n"
 
 
@@ -83,7 +86,9 @@ def schedule_from_json(text: str) -> PipelineStages:
     pairs = {(turn[0].stage, turn[1].stage) for row in schedule.turns for turn in row if len(turn) > 1}
     if pairs != set(taken):
         raise VerificationError("the schedule has other pairs than turns of pairs", hint=RECOMPILE)
-    return PipelineStages(schedule, file.position, taken)
+    if file.parts and (len(file.parts) != file.slices or min(file.parts) < 1):
+        raise VerificationError("the schedule has other slices than parts of slices", hint=RECOMPILE)
+    return PipelineStages(schedule, file.position, taken, file.parts)
 
 
 def _runs(taken: Sequence[int]) -> str:

@@ -15,10 +15,14 @@ from autoshard.ir.placement import Layout, Shard, local_extent, shards_of_dim
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Names and sizes of the mesh axes: all that lowering needs to know of a mesh."""
+    """Names and sizes of the mesh axes: all that lowering needs to know of a mesh.
+
+    uneven: whether who runs a call may have several of equal parts, so that every local extent is a symbol.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    uneven: bool = False
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
@@ -34,7 +38,7 @@ def symbolic_extent(size: int, layout: Layout, dim: int, mesh: MeshShape) -> int
     zero = (0,) * len(mesh.sizes)
     last = tuple(t - 1 for t in mesh.sizes)
     first = local_extent(size, shards_of_dim(layout, dim, mesh.sizes, zero))[1]
-    if first == local_extent(size, shards_of_dim(layout, dim, mesh.sizes, last))[1]:
+    if not mesh.uneven and first == local_extent(size, shards_of_dim(layout, dim, mesh.sizes, last))[1]:
         return first
     return LocalSize(size, tuple(ShardOf(n, p.outer, p.inner) for n, p in shards))
 

@@ -209,12 +209,12 @@ class _Rank:
         """What is kept beside values; of a slice, its share of all that is."""
         stage, kind = action.stage, action.kind
         name = ("beside", stage, action.microbatch, action.slice)
-        kept, slices = self.prices.kept[stage], self.prices.schedule.slices
+        kept, share = self.prices.kept[stage], self.prices.slice_shares[action.slice]
         after = {"F": kept.held, "I": kept.weight + kept.made}
         if not sliced:
             after = {"F": self.prices.parts.beside(stage)}
         self.log.drop(name)
-        self.log.make(name, after.get(kind, 0.0) / slices)
+        self.log.make(name, after.get(kind, 0.0) * share)
 
     def _script(self, stage: int, kind: str) -> Script:
         key = (stage, kind)

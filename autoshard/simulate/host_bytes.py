@@ -35,8 +35,8 @@ def _of(prices: StagePrices, rank: int, stored: Mapping[int, float]) -> HostHeld
     wanted = prices.program.offload
     flying = 0.0
     if wanted.activations:
-        slices = prices.schedule.slices
-        held = tuple(stored[s] / slices for s in range(prices.schedule.stages) for _ in range(slices))
+        shares = prices.slice_shares
+        held = tuple(stored[s] * share for s in range(prices.schedule.stages) for share in shares)
         costs = replace(prices.held, held=held, held_weight=held, made_weight=())
         flying = max(in_flight_bytes(prices.schedule, prices.schedule.actions[rank], costs), default=0.0)
     if not wanted.states:

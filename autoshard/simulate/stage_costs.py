@@ -151,17 +151,26 @@ class StagePrices:
         """The bytes of `costs`, without its seconds."""
         count, slices = self.schedule.stages, self.schedule.slices
         kept = [self.kept[s] for s in range(count) for _ in range(slices)]
+        shares = self.slice_shares * count
         nothing, hops = (0.0,) * (count * slices), (0.0,) * ((count - 1) * slices)
         return StageCosts(
             *(nothing,) * 4,
             hops,
             hops,
-            held=tuple(k.held / slices for k in kept),
-            held_weight=tuple(k.weight / slices for k in kept),
+            held=tuple(k.held * share for k, share in zip(kept, shares, strict=True)),
+            held_weight=tuple(k.weight * share for k, share in zip(kept, shares, strict=True)),
             base=tuple(state.total for state in self.states),
             update=(0.0,) * self.schedule.ranks,
-            made_weight=tuple(k.made / slices for k in kept),
+            made_weight=tuple(k.made * share for k, share in zip(kept, shares, strict=True)),
         )
+
+    @property
+    def slice_shares(self) -> tuple[float, ...]:
+        """Part of a microbatch that each slice is."""
+        if self.program.stages is None:
+            return (1.0,)
+        slices = self.program.stages.slices
+        return tuple(count / slices.units for count in slices.counts)
 
     # -- time ------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import Literal
 
 from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType
 from autoshard.ir.placement import P, Partial, Placement, R, Shard, local_extent, local_shape
+from autoshard.ir.slices import Slices
 from autoshard.ir.statements import statements_of
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS
 from autoshard.passes.simplify.causal_masks import CausalMasks
@@ -59,7 +60,7 @@ class Derived:
 class Pieces:
     """Parts of the terms of a model, each with a number of its own."""
 
-    def __init__(self, terms: TermTable, judge: OpChecker, slices: int) -> None:
+    def __init__(self, terms: TermTable, judge: OpChecker, slices: Slices) -> None:
         self.terms, self.judge, self.slices = terms, judge, slices
         self._known: dict[Derived, int] = {}
         self._of: dict[int, Derived] = {}
@@ -82,8 +83,8 @@ class Pieces:
 
     def _plain(self, part: Derived) -> Derived:
         """The part under the simplest of its names."""
-        last = part.number == self.slices - 1
-        if (part.kind == "share" and len(part.of) == self.slices) or (part.kind == "upto" and last):
+        last = part.number == len(self.slices) - 1
+        if (part.kind == "share" and len(part.of) == len(self.slices)) or (part.kind == "upto" and last):
             return Derived("whole", part.base)
         if part.kind == "corner" and last:
             return Derived("piece", part.base, part.place, part.number)
@@ -104,13 +105,13 @@ class Pieces:
         assert full is not None
         shape = list(full.shape)
         if part.kind == "piece":
-            shape = list(local_shape(full.shape, (part.place,), (self.slices,), (0,)))
+            shape = list(self._part_type(full, part.place, part.number).shape)
         elif part.kind in ("upto", "only", "seen", "cut"):
             assert isinstance(part.place, Shard)
-            shape[part.place.dim] = shape[part.place.dim] // self.slices * (part.number + 1)
+            shape[part.place.dim] = self.slices.seen(shape[part.place.dim], part.number)
         elif part.kind == "corner":
-            shape[-2] //= self.slices
-            shape[-1] = shape[-1] // self.slices * (part.number + 1)
+            shape[-2] = self.slices.size(shape[-2], part.number)
+            shape[-1] = self.slices.seen(shape[-1], part.number)
         elif part.kind == "apart":
             assert isinstance(part.place, Shard)
             dim, outer = part.place.dim, part.place.outer
@@ -172,7 +173,7 @@ class Pieces:
         before, after = type_.shape, node.types[0].shape
         for dim in (d for d in range(len(before)) if before[d] != after[d]):
             size = after[dim]
-            for number in range(self.slices):
+            for number in range(len(self.slices)):
                 span = self._span(part, dim, size, number, before)
                 if span is not None:
                     args = (Ref("0"), dim, *span[1])
@@ -182,29 +183,26 @@ class Pieces:
         self, part: Derived, dim: int, size: int, number: int, before: tuple[int, ...]
     ) -> tuple[Derived, tuple[int, int]] | None:
         """(what is cut out, from where to where) of a part along a dim, None if that is no part."""
-        if part.kind == "whole" and size * self.slices == before[dim]:
-            return Derived("piece", part.base, Shard(dim), number), (number * size, (number + 1) * size)
-        if (
-            part.kind == "whole"
-            and size * self.slices == before[dim] * (number + 1)
-            and dim == len(before) - 1
-        ):
+        slices = self.slices
+        extent = before[dim] if before[dim] % slices.units == 0 else 0
+        if part.kind == "whole" and size == slices.size(extent, number):
+            return Derived("piece", part.base, Shard(dim), number), slices.span(extent, number)
+        if part.kind == "whole" and size == slices.seen(extent, number) and dim == len(before) - 1:
             return Derived("upto", part.base, Shard(dim), number), (0, size)
         if part.kind == "apart" and isinstance(part.place, Shard) and dim == part.place.dim + 1:
             inner = self.part(part.base)
-            if inner.kind == "whole" and size * self.slices == before[dim]:
+            if inner.kind == "whole" and size == slices.size(extent, number):
                 cut = self.term(Derived("piece", part.base, part.place, number))
-                span = (number * size, (number + 1) * size)
-                return Derived("apart", cut, part.place), span
+                return Derived("apart", cut, part.place), slices.span(extent, number)
         rows = part.kind == "piece" and part.place == Shard(len(before) - 2) and dim == len(before) - 1
-        if rows and part.number == number and size * self.slices == before[dim] * (number + 1):
+        if rows and part.number == number and size == slices.seen(extent, number):
             return Derived("corner", part.base, part.place, number), (0, size)
         if part.kind == "seen" and dim == POSITIONS.dim:
-            one = before[dim] // (part.number + 1)
-            if number == part.number - 1 and size == one * part.number:
+            full = before[dim] // slices.ends[part.number] * slices.units
+            if number == part.number - 1 and size == slices.seen(full, number):
                 return Derived("cut", part.base, POSITIONS, number), (0, size)
-            if number == part.number and size == one and number:
-                return Derived("piece", part.base, POSITIONS, number), (size * number, size * (number + 1))
+            if number == part.number and size == slices.size(full, number) and number:
+                return Derived("piece", part.base, POSITIONS, number), slices.span(full, number)
         return None
 
     def _joined(
@@ -216,7 +214,7 @@ class Pieces:
             inner = [self.part(p.base) for p in parts]
             alike = all(p.kind == "apart" and p.place == first.place for p in parts)
             base = inner[0].base
-            wanted = [Derived("piece", base, first.place, k) for k in range(self.slices)]
+            wanted = [Derived("piece", base, first.place, k) for k in range(len(self.slices))]
             if alike and inner == wanted and node.args[1] == first.place.dim + 1:
                 yield self._pattern(_JOIN, args, taken, Derived("apart", base, first.place))
             return
@@ -226,7 +224,7 @@ class Pieces:
             return
         if node.args[1] != first.place.dim:
             return
-        if len(parts) == self.slices:
+        if len(parts) == len(self.slices):
             yield self._pattern(_JOIN, args, taken, Derived("whole", first.base))
         if first.place == POSITIONS:
             yield self._pattern(_JOIN, args, taken, Derived("upto", first.base, POSITIONS, len(parts) - 1))
@@ -320,13 +318,13 @@ class Pieces:
         if number and causal:
             assert node.types[0] is not None
             op = _ROWS_BACKWARD if back else _ROWS
-            start = node.types[0].shape[POSITIONS.dim] // self.slices * number
+            start = self.slices.span(node.types[0].shape[POSITIONS.dim], number)[0]
             args = (*node.args[:count], *rows_args(node, count + 2, start, mask))
         if not back:
             outs = tuple(Derived("piece", o, POSITIONS, number) for o in made.outs)
         else:
             first, *rest = made.outs
-            last = number == self.slices - 1
+            last = number == len(self.slices) - 1
             added = (self._seen(o, number) if last else Derived("only", o, POSITIONS, number) for o in rest)
             outs = (Derived("piece", first, POSITIONS, number), *added)
         yield self._pattern(op, args, taken, *outs)
@@ -334,7 +332,7 @@ class Pieces:
     @cached_property
     def _masks(self) -> tuple[CausalMasks, dict[tuple[int, int], tuple[str, ...]]]:
         full = statements_of(self.terms.original)
-        return CausalMasks(full, self.slices), {(s.item, s.number): s.makes for s in full.all}
+        return CausalMasks(full, self.slices.units), {(s.item, s.number): s.makes for s in full.all}
 
     def _hides(self, mask: int) -> bool:
         """Whether a mask of the model keeps every query from keys behind its slice."""
@@ -359,7 +357,7 @@ class Pieces:
             node, ins = new.pattern.node, new.pattern.ins
             rule = self.judge.factored(new.pattern)
             nothing = (None,) * len(node.types)
-            for state in readings(rule, ins, node.types, given, nothing, self.slices):
+            for state in readings(rule, ins, node.types, given, nothing, self.slices.units):
                 if state.inputs == given:
                     outs = [self._out(o, p, number) for o, p in zip(new.outs, state.outputs, strict=True)]
                     if all(o is not None for o in outs):
@@ -384,26 +382,30 @@ class Pieces:
         node, rule = pattern.node, self.judge.factored(pattern)
         if rule.local is not None:
             layouts = tuple((p,) for p in given), tuple(None if p is None else (p,) for p in made)
-            mesh = MeshShape((_AXIS,), (self.slices,))
+            mesh = MeshShape((_AXIS,), (self.slices.units,), uneven=not self.slices.even)
             node = rule.local(LocalCall(node, pattern.ins, *layouts, mesh))
         args = tuple(self._resolved(a, number) for a in node.args)
         kwargs = tuple((k, self._resolved(v, number)) for k, v in node.kwargs)
-        ins = [self._part_type(t, p) for t, p in zip(pattern.ins, given, strict=True)]
+        ins = [self._part_type(t, p, number) for t, p in zip(pattern.ins, given, strict=True)]
         types = tuple(
-            None if t is None or p is None else self._part_type(t, p)
+            None if t is None or p is None else self._part_type(t, p, number)
             for t, p in zip(pattern.node.types, made, strict=True)
         )
         return self.terms.patterns.of(Node(node.op, args, kwargs, node.outs, types), ins)
 
-    def _part_type(self, type_: TensorType, placed: Placement) -> TensorType:
-        return replace(type_, shape=local_shape(type_.shape, (placed,), (self.slices,), (0,)))
+    def _part_type(self, type_: TensorType, placed: Placement, number: int) -> TensorType:
+        shape = list(local_shape(type_.shape, (placed,), (self.slices.units,), (0,)))
+        if isinstance(placed, Shard):
+            shape[placed.dim] *= self.slices.counts[number]
+        return replace(type_, shape=tuple(shape))
 
     def _resolved(self, arg: Arg, number: int) -> Arg:
         """An argument with the size or the offset of a slice in numbers."""
         if isinstance(arg, LocalSize | LocalOffset):
-            shards = [(Shard(0, s.outer, s.inner), self.slices, number) for s in arg.shards]
+            first = self.slices.ends[number] - self.slices.counts[number]
+            shards = [(Shard(0, s.outer, s.inner), self.slices.units, first) for s in arg.shards]
             offset, size = local_extent(arg.size, shards)
-            return size if isinstance(arg, LocalSize) else offset
+            return size * self.slices.counts[number] if isinstance(arg, LocalSize) else offset
         if isinstance(arg, tuple):
             return tuple(self._resolved(a, number) for a in arg)
         return arg

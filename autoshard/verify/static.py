@@ -102,7 +102,8 @@ def _text(work: _Work, rules: Rules) -> None:
         work.find("plan", 1, "fingerprint", broken_plan(program, rules))
     terms = TermTable(program.original, ports)
     judge = OpChecker(rule_table(RULES, rules), shape)
-    followed = Walk(program.lowered, {p.name for p in ports}, terms, judge).run()
+    slices = None if program.stages is None else program.stages.slices
+    followed = Walk(program.lowered, {p.name for p in ports}, terms, judge, slices).run()
     by = list(_grouped(followed))
     calls = sum(isinstance(i, Call) for i in program.lowered.main)
     work.find(

@@ -17,6 +17,7 @@ from autoshard.ir.boundaries import wires_of
 from autoshard.ir.collectives import EXPERT_RELAY, exact_transfer, is_ring, sent_bits, spec_of, transfer_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
+from autoshard.ir.slices import Slices
 from autoshard.rules.attention import KEYS
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.verify.grouped_keys import is_grouped, written_out
@@ -94,10 +95,18 @@ class Followed:
 class Walk:
     """One program against the terms of its model."""
 
-    def __init__(self, lowered: Lowered, ports: Collection[str], terms: TermTable, judge: OpChecker) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        ports: Collection[str],
+        terms: TermTable,
+        judge: OpChecker,
+        slices: Slices | None = None,
+    ) -> None:
+        """slices: of a microbatch; equal ones, if nothing is said."""
         self.lowered, self.terms, self.judge = lowered, terms, judge
-        slices = 1 + max(p.slice for p in lowered.parts)
-        self.pieces = Pieces(terms, judge, slices) if slices > 1 else None
+        slices = slices or Slices.equal(1 + max(p.slice for p in lowered.parts))
+        self.pieces = Pieces(terms, judge, slices) if len(slices) > 1 else None
         self.wires = {(w.value, w.target): w.source for w in wires_of(lowered, ports)}
         self.out = Followed(own={p.stage: {} for p in lowered.parts})
         self._numbers = 0

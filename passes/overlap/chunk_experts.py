@@ -19,6 +19,7 @@ from autoshard.ir.graph import renamed
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Shard
 from autoshard.ir.row_tiles import SHAPED
+from autoshard.ir.slices import Slices
 from autoshard.passes.segment_parts import fresh
 from autoshard.passes.sequence.slice_values import Add, cut, join, sliced_type, total
 
@@ -85,7 +86,7 @@ class _Chunking:
 
     def one(self, type_: TensorType) -> TensorType:
         """Of rows of tokens or slots, those of a chunk."""
-        return sliced_type(type_, self.placed, self.chunks)
+        return sliced_type(type_, self.placed, Slices.equal(self.chunks), 0)
 
 
 def _each(values: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -155,9 +156,9 @@ class _Segment:
             raise _refused(self.chunks, why, node.origin)
         if tokens not in self.rows:
             full, part = PlacedValue(type_, ()), PlacedValue(self.model.one(type_), ())
-            add = self._adder(node, tokens)
+            add, slices = self._adder(node, tokens), Slices.equal(self.chunks)
             self.rows[tokens] = tuple(
-                cut(tokens, full, self.model.placed, k, part, self.chunks, add) for k in range(self.chunks)
+                cut(tokens, full, self.model.placed, k, part, slices, add) for k in range(self.chunks)
             )
         return self.rows[tokens]
 
@@ -169,7 +170,8 @@ class _Segment:
         if node.op in _SUM:
             total(chunks, full, add)
         else:
-            join(chunks, PlacedValue(self.model.one(type_), ()), self.model.placed, full, add)
+            ones = [PlacedValue(self.model.one(type_), ())] * len(chunks)
+            join(chunks, ones, self.model.placed, full, add)
 
     def _adder(self, node: Node, base: str, last: str = "") -> Add:
         """Adds ops beside a node. base: of the names of what they make; last: that of the last one."""

@@ -32,10 +32,15 @@ def _seen(to: SliceEmitter, inner: str, value: str, number: int) -> str:
 
 def _up_to(to: SliceEmitter, value: str, number: int) -> PlacedValue:
     """What the slices of a value up to one are."""
-    full, one = to.of.values[value], to.of.sliced(value, POSITIONS)
+    full, one = to.of.values[value], to.of.sliced(value, POSITIONS, number)
     shape = list(one.type.shape)
-    shape[POSITIONS.dim] *= number + 1
+    shape[POSITIONS.dim] = to.of.slices.seen(full.type.shape[POSITIONS.dim], number)
     return PlacedValue(TensorType(tuple(shape), full.type.dtype), one.layout)
+
+
+def _span(to: SliceEmitter, value: str, number: int) -> tuple[int, int]:
+    """From which position to which a slice of queries, or of keys, is."""
+    return to.of.slices.span(to.of.values[value].type.shape[POSITIONS.dim], number)
 
 
 def _mask(to: SliceEmitter, inner: str, value: str, number: int) -> str:
@@ -46,22 +51,22 @@ def _mask(to: SliceEmitter, inner: str, value: str, number: int) -> str:
         return name
     dim = len(to.of.values[value].type.shape) - 2
     rows = to.piece(inner, value, Shard(dim), number)
-    what = to.of.sliced(value, Shard(dim))
-    seen = what.type.shape[-2] * (number + 1)
+    what = to.of.sliced(value, Shard(dim), number)
+    seen = to.of.slices.seen(to.of.values[value].type.shape[-2], number)
     new = PlacedValue(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
     return to.added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), new, end)
 
 
 def _mask_of_keys(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     """The part of a mask [..., 1, s] for the keys up to a slice."""
-    if number == to.of.slices - 1:
+    if number == len(to.of.slices) - 1:
         return to.whole(inner, value)
     end = f"_to{number}"
     name, full = to.inner(inner, end), to.of.values[value]
     if name in to.group.made:
         return name
     *rest, length = full.type.shape
-    seen = length // to.of.slices * (number + 1)
+    seen = to.of.slices.seen(length, number)
     new = PlacedValue(TensorType((*rest, seen), full.type.dtype), full.layout)
     args = (Ref(to.whole(inner, value)), len(rest), 0, seen)
     return to.added(inner, value, "aten.slice.Tensor", args, new, end)
@@ -86,8 +91,7 @@ def attend(to: SliceEmitter, number: int) -> None:
     )
     mask, causal = _hidden(to, masks, number), to.node.args[4]
     if causal and number:
-        size = to.of.sliced(to.statement.makes[0], POSITIONS).type.shape[POSITIONS.dim]
-        rows = rows_args(to.node, 5, size * number, mask)
+        rows = rows_args(to.node, 5, _span(to, to.statement.makes[0], number)[0], mask)
         _attend(to, "autoshard.sdpa_rows.default", (*args, *rows), number)
     else:
         _attend(to, to.node.op, (*args, mask, *to.node.args[4:]), number)
@@ -96,7 +100,7 @@ def attend(to: SliceEmitter, number: int) -> None:
 def _attend(to: SliceEmitter, op: str, args: tuple[Arg, ...], number: int) -> None:
     end = f"_s{number}"
     outs = tuple(to.inner(o, end) for o in to.node.outs)
-    whats = [to.of.sliced(value, POSITIONS) for value in to.statement.makes]
+    whats = [to.of.sliced(value, POSITIONS, number) for value in to.statement.makes]
     for out, value, what in zip(outs, to.statement.makes, whats, strict=True):
         to.mark(out, to.of.outer(value, end), what)
     types = tuple(w.type for w in whats)
@@ -116,18 +120,19 @@ def attend_backward(to: SliceEmitter, number: int) -> None:
     ]
     first, *rest = zip(to.node.outs, to.statement.makes, strict=True)
     own = to.inner(first[0], f"_s{number}")
-    end = f"_sum{number}" if number == to.of.slices - 1 else f"_by{number}"
+    end = f"_sum{number}" if number == len(to.of.slices) - 1 else f"_by{number}"
     added = [to.inner(inner, end) for inner, _ in rest]
     whats = [_up_to(to, value, number) for _, value in rest]
-    to.mark(own, to.of.outer(first[1], f"_s{number}"), to.of.sliced(first[1], POSITIONS))
+    rows = to.of.sliced(first[1], POSITIONS, number)
+    to.mark(own, to.of.outer(first[1], f"_s{number}"), rows)
     for name, (_, value_), what in zip(added, rest, whats, strict=True):
         to.mark(name, to.of.outer(value_, end), what)
-    types = (to.of.sliced(first[1], POSITIONS).type, *(w.type for w in whats))
+    types = (rows.type, *(w.type for w in whats))
     mask = _hidden(to, masks, number)
     op, last = ATTENTION_BACKWARD, (mask, *to.node.args[7:])
     if to.node.args[7] and number:
         op = "autoshard.sdpa_rows_backward.default"
-        last = rows_args(to.node, 8, types[0].shape[POSITIONS.dim] * number, mask)
+        last = rows_args(to.node, 8, _span(to, first[1], number)[0], mask)
     origin = to.node.origin
     to.emit(Node(op, (*args, *last), (), (own, *added), types, origin, to.statement.backward))
     for name, (inner, value_), what in zip(added, rest, whats, strict=True):
@@ -136,14 +141,14 @@ def attend_backward(to: SliceEmitter, number: int) -> None:
 
 def _gathered(to: SliceEmitter, name: str, inner: str, value: str, what: PlacedValue, number: int) -> None:
     """The gradients of keys up to a slice, with what later slices have added: its own are complete."""
-    size = what.type.shape[POSITIONS.dim] // (number + 1)
-    if number < to.of.slices - 1:
+    begin, end = _span(to, value, number)
+    if number < len(to.of.slices) - 1:
         before = to.given(
             to.inner(inner, f"_sum{number + 1}"),
             to.of.outer(value, f"_sum{number + 1}"),
             _up_to(to, value, number + 1),
         )
-        span = (POSITIONS.dim, 0, size * (number + 1))
+        span = (POSITIONS.dim, 0, end)
         rest = to.added(inner, value, "aten.slice.Tensor", (Ref(before), *span), what, f"_before{number}")
         name = to.added(
             inner,
@@ -154,6 +159,6 @@ def _gathered(to: SliceEmitter, name: str, inner: str, value: str, what: PlacedV
             f"_sum{number}" if number else "_s0",
         )
     if number:
-        span = (POSITIONS.dim, size * number, size * (number + 1))
-        one = to.of.sliced(value, POSITIONS)
+        span = (POSITIONS.dim, begin, end)
+        one = to.of.sliced(value, POSITIONS, number)
         to.added(inner, value, "aten.slice.Tensor", (Ref(name), *span), one, f"_s{number}")

@@ -10,6 +10,7 @@ from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType, ref
 from autoshard.ir.collectives import COLLECTIVES, TransferKind
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Layout, Placement, R, Shard, local_extent
+from autoshard.ir.slices import Slices
 from autoshard.ir.statements import Statement
 from autoshard.passes.partition.insert_collectives import collective_node
 from autoshard.passes.sequence.slice_attention import attend, attend_backward
@@ -70,7 +71,7 @@ class SliceContext:
     alike; named: of values by name.
     """
 
-    slices: int
+    slices: Slices
     values: Mapping[str, PlacedValue]
     of: Mapping[str, Placement]
     summed: frozenset[str]
@@ -79,25 +80,25 @@ class SliceContext:
     rules: Mapping[str, RuleFn]
     mesh: MeshShape
     outer: Namer
-    cut: dict[tuple[PlacedValue, Placement], PlacedValue] = field(default_factory=dict, compare=False)
-    named: dict[tuple[str, Placement], PlacedValue] = field(default_factory=dict, compare=False)
+    cut: dict[tuple[PlacedValue, Placement, int], PlacedValue] = field(default_factory=dict, compare=False)
+    named: dict[tuple[str, Placement, int], PlacedValue] = field(default_factory=dict, compare=False)
     calls: dict[tuple[int, SlicedStatement, int], Node] = field(default_factory=dict, compare=False)
 
     def place(self, value: str) -> Placement:
         return self.of.get(value, R)
 
-    def sliced(self, value: str, placed: Placement) -> PlacedValue:
+    def sliced(self, value: str, placed: Placement, number: int) -> PlacedValue:
         """What a slice of a value is."""
-        key = (value, placed)
+        key = (value, placed, self.slices.like(number))
         if key not in self.named:
-            self.named[key] = self.sliced_as(self.values[value], placed, value)
+            self.named[key] = self.sliced_as(self.values[value], placed, value, number)
         return self.named[key]
 
-    def sliced_as(self, have: PlacedValue, placed: Placement, value: str) -> PlacedValue:
+    def sliced_as(self, have: PlacedValue, placed: Placement, value: str, number: int) -> PlacedValue:
         """What a slice of a value is that lies in another layout."""
-        key = (have, placed)
+        key = (have, placed, self.slices.like(number))
         if key not in self.cut:
-            self.cut[key] = sliced_value(have, placed, self.slices, self.mesh.sizes, value)
+            self.cut[key] = sliced_value(have, placed, self.slices, number, self.mesh.sizes, value)
         return self.cut[key]
 
 
@@ -145,7 +146,7 @@ class SliceEmitter:
         placed = self.of.place(value)
         if inner in self.group.made or placed == R or value in self.have:
             return self.given(inner, value, self.of.values[value])
-        parts = [self.own(inner, value, k) for k in range(self.of.slices)]
+        parts = [self.own(inner, value, k) for k in range(len(self.of.slices))]
         new = self.of.values[value]
 
         def add(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
@@ -154,23 +155,26 @@ class SliceEmitter:
         self.have.add(value)
         if not isinstance(placed, Shard):
             return total(parts, new, add)
-        have, bare = self.of.sliced(value, placed), full_along(new, placed)
+        haves, bare = [self.of.sliced(value, placed, k) for k in range(len(parts))], full_along(new, placed)
         if bare == new:
-            return join(parts, have, placed, new, add)
-        part = self.of.sliced_as(bare, placed, value)
-        gathered = [self._move(p, have, part, inner, value, f"_all{k}") for k, p in enumerate(parts)]
+            return join(parts, haves, placed, new, add)
+        whats = [self.of.sliced_as(bare, placed, value, k) for k in range(len(parts))]
+        gathered = [
+            self._move(p, have, what, inner, value, f"_all{k}")
+            for k, (p, have, what) in enumerate(zip(parts, haves, whats, strict=True))
+        ]
 
         def beside(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
             return self.added(inner, value, op, args, what, f"_whole{end}_all")
 
-        return self._move(join(gathered, part, placed, bare, beside), bare, new, inner, value, "")
+        return self._move(join(gathered, whats, placed, bare, beside), bare, new, inner, value, "")
 
     def own(self, inner: str, value: str, number: int) -> str:
         """Slice ``number`` of a value that is made slice by slice."""
         placed = self.of.place(value)
         end = f"_s{number}"
         name = value if value in self.of.summed else self.of.outer(value, end)
-        return self.given(self.inner(inner, end), name, self.of.sliced(value, placed))
+        return self.given(self.inner(inner, end), name, self.of.sliced(value, placed, number))
 
     def piece(self, inner: str, value: str, placed: Placement, number: int) -> str:
         """A value as a slice takes it: its own part, or all of it."""
@@ -184,19 +188,19 @@ class SliceEmitter:
         name = self.inner(inner, end)
         if name in self.group.made:
             return name
-        have, new = self.of.values[value], self.of.sliced(value, placed)
+        have, new = self.of.values[value], self.of.sliced(value, placed, number)
         bare = full_along(have, placed)
         if bare != have and value in self.of.moved:
             source = self.of.moved[value]
             part = self.piece(self.inner(inner, "_before"), source, placed, number)
-            return self._move(part, self.of.sliced(source, placed), new, inner, value, end)
+            return self._move(part, self.of.sliced(source, placed, number), new, inner, value, end)
         deep = "" if bare == have else "_all"
 
         def add(op: str, args: tuple[Arg, ...], what: PlacedValue, part: str) -> str:
             return self.added(inner, value, op, args, what, end + part + deep)
 
         full = self._move(self.whole(inner, value), have, bare, inner, value, f"_d{placed.dim}_all")
-        as_cut = self.of.sliced_as(bare, placed, value)
+        as_cut = self.of.sliced_as(bare, placed, value, number)
         part = cut(full, bare, placed, number, as_cut, self.of.slices, add)
         return self._move(part, as_cut, new, inner, value, end)
 
@@ -275,7 +279,7 @@ class SliceEmitter:
                 types.append(None)
                 self.mark(name, self.of.outer(value, f"_s{number}"), None)
                 continue
-            what = self.of.sliced(value, placed)
+            what = self.of.sliced(value, placed, number)
             types.append(what.type)
             self.mark(name, value if value in self.of.summed else self.of.outer(value, f"_s{number}"), what)
         origin, backward = self.node.origin, self.statement.backward
@@ -285,7 +289,7 @@ class SliceEmitter:
         """The call as it is for a slice: its sizes and offsets."""
         fn = self.of.rules.get(self.node.op)
         if fn is None:
-            return self._collective(way)
+            return self._collective(way, number)
         # layers share the nodes of their segment
         key = (id(self.node), way, number)
         if key not in self.of.calls:
@@ -299,7 +303,9 @@ class SliceEmitter:
             return self.node
         inputs = tuple((p,) for p in way.inputs)
         outputs = tuple(None if p is None else (p,) for p in way.outputs)
-        call = LocalCall(self.node, ins, inputs, outputs, MeshShape((_AXIS,), (self.of.slices,)))
+        slices = self.of.slices
+        mesh = MeshShape((_AXIS,), (slices.units,), uneven=not slices.even)
+        call = LocalCall(self.node, ins, inputs, outputs, mesh)
         local = localizer(call)
         if local.op not in self.of.rules:
             raise UsageError(
@@ -308,17 +314,17 @@ class SliceEmitter:
                 why=f"a slice of it is {local.op}, which cannot be divided over the mesh",
                 hint="use a schedule without slices, 1f1b for instance",
             )
-        args = tuple(_numbers(a, self.of.slices, number) for a in local.args)
-        kwargs = tuple((k, _numbers(v, self.of.slices, number)) for k, v in local.kwargs)
+        args = tuple(slice_numbers(a, slices, number) for a in local.args)
+        kwargs = tuple((k, slice_numbers(v, slices, number)) for k, v in local.kwargs)
         return Node(local.op, args, kwargs, local.outs, local.types, local.origin, local.backward)
 
-    def _collective(self, way: SlicedStatement) -> Node:
+    def _collective(self, way: SlicedStatement, number: int) -> Node:
         """A collective of a slice: it counts other blocks and sizes."""
         node, kind = self.node, COLLECTIVES[self.node.op].transfer
         (inner,), (source,), (new,) = refs_of(node), self.statement.uses, self.statement.makes
         if kind == "all_reduce":
             return node
-        before, after = self.of.sliced(source, way.inputs[0]), self.of.sliced(new, way.inputs[0])
+        before, after = (self.of.sliced(v, way.inputs[0], number) for v in (source, new))
         axis = self.of.mesh.names.index(node.args[1])
         layouts = (before.layout, after.layout)
         return collective_node(
@@ -326,12 +332,14 @@ class SliceEmitter:
         )
 
 
-def _numbers(arg: Arg, slices: int, number: int) -> Arg:
-    """An argument with what depends on the slice resolved."""
+def slice_numbers(arg: Arg, slices: Slices, number: int) -> Arg:
+    """An argument with what depends on the slice resolved: its parts are ranks of an axis, one after the
+    other."""
     if isinstance(arg, LocalSize | LocalOffset):
-        shards = [(Shard(0, s.outer, s.inner), slices, number) for s in arg.shards]
+        first = slices.ends[number] - slices.counts[number]
+        shards = [(Shard(0, s.outer, s.inner), slices.units, first) for s in arg.shards]
         offset, size = local_extent(arg.size, shards)
-        return size if isinstance(arg, LocalSize) else offset
+        return size * slices.counts[number] if isinstance(arg, LocalSize) else offset
     if isinstance(arg, tuple):
-        return tuple(_numbers(a, slices, number) for a in arg)
+        return tuple(slice_numbers(a, slices, number) for a in arg)
     return arg

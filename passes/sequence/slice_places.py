@@ -53,8 +53,10 @@ class Places:
 def places_of(whole: Statements, joint: Joint, rules: Mapping[str, RuleFn], slices: int) -> Places:
     """Place all values of a program on the axis of slices.
 
-    Raises UsageError, naming the op and the user's line, if the sequence has no ``slices`` equal parts, if it
-    is divided in a zigzag already, or if an op of forward needs positions behind its own slice.
+    slices: equal parts of the sequence.
+
+    Raises UsageError, naming the op and the user's line, if there are not as many, if the sequence is divided
+    in a zigzag already, or if an op of forward needs positions behind its own slice.
     """
     for statement in whole.all:
         layouts = (whole.values[v].layout for v in statement.makes if v in whole.values)

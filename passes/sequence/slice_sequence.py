@@ -21,6 +21,7 @@ from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
 from autoshard.ir.collectives import ALL_REDUCE, SLICE
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
 from autoshard.ir.placement import P, R
+from autoshard.ir.slices import Slices
 from autoshard.ir.statements import Statement, Statements, by_part, firsts_of, statements_of
 from autoshard.passes.sequence.slice_emit import Namer, PartStatements, SliceContext, SliceEmitter
 from autoshard.passes.sequence.slice_places import places_of
@@ -29,7 +30,7 @@ from autoshard.rules.local import MeshShape
 
 
 def slice_sequence(
-    lowered: Lowered, joint: Joint, slices: int, rules: Mapping[str, RuleFn], mesh: MeshShape
+    lowered: Lowered, joint: Joint, slices: Slices, rules: Mapping[str, RuleFn], mesh: MeshShape
 ) -> Lowered:
     """The program, cut into stages and not yet localized, with its forward and backward parts per slice.
 
@@ -46,11 +47,11 @@ def slice_sequence(
 
 class _Slicer:
     def __init__(
-        self, lowered: Lowered, joint: Joint, slices: int, rules: Mapping[str, RuleFn], mesh: MeshShape
+        self, lowered: Lowered, joint: Joint, slices: Slices, rules: Mapping[str, RuleFn], mesh: MeshShape
     ) -> None:
         self.lowered, self.slices = lowered, slices
         self.whole = statements_of(lowered)
-        places = places_of(self.whole, joint, rules, slices)
+        places = places_of(self.whole, joint, rules, slices.units)
         self.ways = {id(s): w for s, w in zip(self.whole.all, places.ways, strict=True)}
         pairs = list(zip(joint.results, self.whole.results, strict=True))
         grads = {v for r, v in pairs if r.kind == "grad" and places.of.get(v) == P}
@@ -79,7 +80,7 @@ class _Slicer:
             if part.phase not in ("forward", "backward"):
                 self._part(part, statements, None)
                 continue
-            order = range(self.slices)
+            order = range(len(self.slices))
             for number in order if part.phase == "forward" else reversed(order):
                 self._part(part, statements, number)
         return self._built()
@@ -88,7 +89,8 @@ class _Slicer:
         """The groups of one slice of a part; None: the part is not divided."""
         at = len(self.parts)
         self.parts.append(replace(part, slice=number or 0))
-        first, last = (0, self.slices - 1) if part.phase == "forward" else (self.slices - 1, 0)
+        end = len(self.slices) - 1
+        first, last = (0, end) if part.phase == "forward" else (end, 0)
         group: PartStatements | None = None
         for statement in statements:
             way = self.ways[id(statement)]

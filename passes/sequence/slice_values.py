@@ -14,27 +14,32 @@ from autoshard.errors import UsageError
 from autoshard.ir import Arg, Ref, TensorType
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Layout, Placement, R, Shard, layout_ok, local_shape
+from autoshard.ir.slices import Slices
 
 #: adds a node: (op, arguments, what it makes, the end of its name) -> the name of what it makes
 Add: TypeAlias = "Callable[[str, tuple[Arg, ...], PlacedValue, str], str]"
 
 
-def sliced_type(type_: TensorType, placed: Placement, slices: int) -> TensorType:
-    """The type of one slice of a value; of a term of a sum it is that of the sum."""
-    return replace(type_, shape=local_shape(type_.shape, (placed,), (slices,), (0,)))
+def sliced_type(type_: TensorType, placed: Placement, slices: Slices, number: int) -> TensorType:
+    """The type of a slice of a value; of a term of a sum it is that of the sum."""
+    shape = local_shape(type_.shape, (placed,), (slices.units,), (0,))
+    if isinstance(placed, Shard):
+        at = placed.dim
+        shape = (*shape[:at], shape[at] * slices.counts[number], *shape[at + 1 :])
+    return replace(type_, shape=shape)
 
 
 def sliced_value(
-    value: PlacedValue, placed: Placement, slices: int, sizes: Sequence[int], name: str
+    value: PlacedValue, placed: Placement, slices: Slices, number: int, sizes: Sequence[int], name: str
 ) -> PlacedValue:
     """Type and layout of one slice of a value; sizes: of the mesh axes.
 
     Raises UsageError if a mesh axis cannot divide a slice as it divides the whole.
     """
-    type_ = sliced_type(value.type, placed, slices)
+    type_ = sliced_type(value.type, placed, slices, number)
     if not isinstance(placed, Shard):
         return PlacedValue(type_, value.layout)
-    layout = tuple(_inside(p, placed, value.type, slices) for p in value.layout)
+    layout = tuple(_inside(p, placed, value.type, slices, number) for p in value.layout)
     if any(p is None for p in layout) or not layout_ok(type_.shape, _known(layout), sizes):
         raise UsageError(
             f"slices of {value.type} cannot lie on the mesh as the whole does",
@@ -49,22 +54,22 @@ def _known(layout: Sequence[Placement | None]) -> Layout:
     return tuple(p for p in layout if p is not None)
 
 
-def _inside(p: Placement, placed: Shard, type_: TensorType, slices: int) -> Placement | None:
+def _inside(p: Placement, placed: Shard, type_: TensorType, slices: Slices, number: int) -> Placement | None:
     """The placement of a mesh axis on a slice; None if it cuts the sequence at other places."""
     if not isinstance(p, Shard) or p.dim != placed.dim:
         return p
     size = type_.shape[p.dim]
     if p.outer > placed.outer:
         # a part of the dim inside the sequence: there are fewer blocks of it
-        blocks = placed.outer * slices
-        return replace(p, outer=p.outer // slices) if p.outer % blocks == 0 else None
+        blocks = placed.outer * slices.units
+        return replace(p, outer=slices.size(p.outer, number)) if p.outer % blocks == 0 else None
     if p.inner == 1:
         return p
     # whole multiples of `inner` elements: the sequence is in them, or they are in the sequence
     middle = size // (p.outer * p.inner)
     if placed.outer % (p.outer * middle) == 0:
-        return replace(p, inner=p.inner // slices)
-    return p if p.outer == placed.outer and middle % slices == 0 else None
+        return replace(p, inner=slices.size(p.inner, number))
+    return p if p.outer == placed.outer and middle % slices.units == 0 else None
 
 
 def full_along(value: PlacedValue, placed: Shard) -> PlacedValue:
@@ -81,11 +86,10 @@ def full_along(value: PlacedValue, placed: Shard) -> PlacedValue:
 
 
 def cut(
-    value: str, have: PlacedValue, placed: Shard, number: int, made: PlacedValue, slices: int, add: Add
+    value: str, have: PlacedValue, placed: Shard, number: int, made: PlacedValue, slices: Slices, add: Add
 ) -> str:
     """Slice ``number`` of a full value. have, made: what it is and what a slice of it is."""
-    size = have.type.shape[placed.dim] // placed.outer // slices
-    span = (number * size, (number + 1) * size)
+    span = slices.span(have.type.shape[placed.dim] // placed.outer, number)
     if placed.outer == 1:
         return add("aten.slice.Tensor", (Ref(value), placed.dim, *span), made, "")
     apart, part = _apart(have, placed), _apart(made, placed)
@@ -94,15 +98,16 @@ def cut(
     return add("aten.reshape.default", (Ref(taken), made.type.shape), made, "")
 
 
-def join(values: Sequence[str], have: PlacedValue, placed: Shard, made: PlacedValue, add: Add) -> str:
-    """The whole of all slices, in order. have, made: what a slice is and what the whole is."""
+def join(
+    values: Sequence[str], haves: Sequence[PlacedValue], placed: Shard, made: PlacedValue, add: Add
+) -> str:
+    """The whole of all slices, in order. haves, made: what each is and what the whole is."""
     if placed.outer == 1:
         return add("aten.cat.default", (tuple(Ref(v) for v in values), placed.dim), made, "")
-    apart, full = _apart(have, placed), _apart(made, placed)
-    wide = [
-        add("aten.reshape.default", (Ref(v), apart.type.shape), apart, f"_apart{k}")
-        for k, v in enumerate(values)
-    ]
+    full, wide = _apart(made, placed), []
+    for k, (value, have) in enumerate(zip(values, haves, strict=True)):
+        apart = _apart(have, placed)
+        wide.append(add("aten.reshape.default", (Ref(value), apart.type.shape), apart, f"_apart{k}"))
     joined = add("aten.cat.default", (tuple(map(Ref, wide)), placed.dim + 1), full, "_joined")
     return add("aten.reshape.default", (Ref(joined), made.type.shape), made, "")
 

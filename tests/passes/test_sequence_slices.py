@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Origin, Ref
 from autoshard.ir.boundaries import check_parts, ends_of
 from autoshard.ir.lowered import StagePart
+from autoshard.ir.slices import Slices
 from autoshard.program.program import Program
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.store import load_program, save_program
@@ -40,10 +42,11 @@ from autoshard.schedules.seq1f1b import seq1f1b
 from autoshard.schedules.spec import PipeSize, StepTimes
 from autoshard.schedules.timeline import StageCosts, simulate
 from autoshard.search.plan.plan import Cut, Pipeline, Recompute
-from autoshard.simulate.slices import in_slices
+from autoshard.simulate.slices import in_slices, of_equal_work, pairs_of
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.lockstep import verify
+from autoshard.verify.static import verify_static
 
 some = settings(max_examples=60, deadline=None, derandomize=True)
 sizes = {"ranks": st.integers(1, 6), "microbatches": st.integers(1, 5), "slices": st.integers(1, 5)}
@@ -145,13 +148,46 @@ def test_other_schedules_take_no_slices() -> None:
 def test_costs_of_slices_add_up() -> None:
     whole = StageCosts.uniform(3, forward=2.0, held=6.0, send=0.5)
     attention = (1.0, 0.5, 0.0)
-    cut = in_slices(whole, attention, attention, 0.1, 4)
+    cut = in_slices(whole, attention, attention, 0.1, Slices.equal(4))
     again = cut.per_microbatch(4)
     assert again.forward == pytest.approx(whole.forward) and again.held == pytest.approx(whole.held)
     assert again.backward == pytest.approx(whole.backward)
     assert again.send_forward == pytest.approx((0.8, 0.8))  # three messages more
     first, *_, last = cut.forward[:4]
     assert last - first == pytest.approx(1.0 * 6 / 16) and len(set(cut.forward[8:])) == 1
+
+
+@some
+@given(
+    slices=st.integers(1, 6),
+    units=st.sampled_from([8, 16, 32]),
+    attention=st.floats(0.0, 1.0),
+    seed=st.integers(0, 2**31),
+)
+def test_slices_of_equal_work(slices: int, units: int, attention: float, seed: int) -> None:
+    """No other parts have a shorter longest slice; later ones are shorter, as they see more keys."""
+    found = of_equal_work(slices, units, attention)
+    assert len(found) == slices and found.units == units and min(found.counts) > 0
+
+    def longest(counts: tuple[int, ...]) -> float:
+        seen = pairs_of(Slices(counts))
+        return max((1 - attention) * n / units + attention * k for n, k in zip(counts, seen, strict=True))
+
+    draw = random.Random(seed)
+    edges = [0, *sorted(draw.sample(range(1, units), slices - 1)), units]
+    assert longest(found.counts) <= longest(tuple(b - a for a, b in pairwise(edges))) + 1e-12
+    if attention > 0.5 and slices > 1:
+        assert found.counts[0] > found.counts[-1]
+
+
+def test_costs_of_unequal_slices_add_up() -> None:
+    whole = StageCosts.uniform(2, forward=2.0, held=6.0, send=0.5)
+    attention, slices = (1.0, 0.5), Slices((4, 3, 1))
+    cut = in_slices(whole, attention, attention, 0.1, slices)
+    again = cut.per_microbatch(3)
+    assert again.forward == pytest.approx(whole.forward) and again.held == pytest.approx(whole.held)
+    assert cut.held[:3] == pytest.approx((3.0, 2.25, 0.75))
+    assert cut.forward[:3] == pytest.approx((0.5 + 16 / 64, 0.375 + 33 / 64, 0.125 + 15 / 64))
 
 
 # -- programs ------------------------------------------------------------------------------------------------
@@ -194,6 +230,43 @@ def test_lockstep_equals_eager(name: str, slices: int, microbatches: int, ranks:
 )
 def test_beside_other_axes(name: str, mesh: str, slices: int) -> None:
     _check(program_of(name, 2, mesh, slices, 2), name, 2)
+
+
+#: parts of 32 positions of each slice
+PARTS = [(5, 2, 1), (1, 3, 4), (9, 5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt2-deep", "dp=1"),
+        ("llama-deep", "dp=2,tp=2"),
+        ("gpt2-odd", "tp=2"),
+        ("llama-odd", "fsdp=2"),
+        ("mixtral", "ep=2"),
+        ("llama-deep+padding", "dp=2"),
+        ("gpt2-deep+padding", "tp=2"),
+    ],
+)
+def test_slices_of_unequal_lengths(name: str, mesh: str) -> None:
+    """In lockstep equal to eager, and proved."""
+    for parts in PARTS:
+        program = program_of(name, 2, mesh, 3, 2, parts=parts)
+        assert program.stages is not None and program.stages.slices.counts == parts
+        report = verify_static(program)
+        assert report.ok, report.findings
+        _check(program, name, 2)
+
+
+def test_unequal_slices_are_read_back(tmp_path: Path) -> None:
+    program = program_of("llama-deep", 2, "tp=2", 3, 2, parts=(5, 2, 1))
+    save_program(program, tmp_path / "program")
+    assert load_program(tmp_path / "program").stages == program.stages
+    prices = StagePrices(program, load_cluster("cpu-gloo"))
+    assert prices.slice_shares == (5 / 8, 2 / 8, 1 / 8)
+    assert prices.costs.held[:3] == pytest.approx([prices.kept[0].held * s for s in prices.slice_shares])
+    wrong = replace(program, stages=replace(program.stages, parts=(2, 5, 1)))  # type: ignore[type-var]
+    assert not verify_static(wrong).ok
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -9,6 +9,7 @@ import msgspec
 
 from autoshard.ir.flow import Place
 from autoshard.ir.placement import Layout
+from autoshard.ir.slices import Slices
 from autoshard.rules.states import OpState
 from autoshard.search.problem.decisions import ParamState
 
@@ -83,7 +84,8 @@ class Pipeline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     ranks: size of the pp axis. position: its place among the axes of the mesh. schedule: by its name in
     `autoshard.schedules`. chunks: stages per rank. cuts: the ends of all stages but the last. slices: into
-    how many parts of its sequence every microbatch is divided.
+    how many parts of its sequence every microbatch is divided. parts: of each of these, how many of the equal
+    parts of the sequence it has; () where they are equal.
     """
 
     ranks: int
@@ -92,6 +94,12 @@ class Pipeline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     chunks: int
     cuts: tuple[Cut, ...]
     slices: int = 1
+    parts: tuple[int, ...] = ()
+
+    @property
+    def sliced(self) -> Slices:
+        """The slices of a microbatch."""
+        return Slices(self.parts) if self.parts else Slices.equal(self.slices)
 
     @property
     def stages(self) -> int:
