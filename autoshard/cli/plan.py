@@ -430,6 +430,8 @@ def _pipeline_text(summary: PlanSummary) -> str:
     assert row is not None
     chunks = f", {row.chunks} stages per rank" if row.chunks > 1 else ""
     chunks += f", {row.slices} slices of each sequence" if row.slices > 1 else ""
+    if row.parts:
+        chunks += f" ({' + '.join(map(str, row.parts))} of {sum(row.parts)} parts)"
     times = [s.forward + s.backward for s in row.stages]
     text = (
         f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} per microbatch, "

@@ -110,6 +110,7 @@ class PipelineRow:
     tried: dict[str, float | None]
     stages: tuple[PipeStage, ...]
     slices: int = 1
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,7 @@ def _pipeline(staging: Staging) -> PipelineRow:
         staging.tried,
         stages,
         pipeline.slices,
+        pipeline.parts,
     )
 
 

@@ -276,10 +276,11 @@ class Ops:
         return TiledWork(tuple(w for w in works if isinstance(w, kinds)), count)
 
     def tiled_flop(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
-        """FLOP of the products of a body on all ranks together."""
-        work = self._tiled(node)
+        """FLOP of the products of a body on all ranks together, what it recomputes not counted."""
+        tiles, count, inner = self._tile(node)
         ways = self._shards([values[n] for n in (*refs_of(node), *node.outs)])
-        return ways * work.count * sum(w.flop for w in work.works if not isinstance(w, MemoryWork))
+        works = (w for each in tiles.body.nodes[tiles.recomputed :] for w in self.work(each, inner))
+        return ways * count * sum(w.flop for w in works if isinstance(w, MatmulWork | Attention))
 
     def _shards(self, placed: Sequence[PlacedValue]) -> int:
         """Over how many ranks work is divided, by where what it takes and makes lies."""

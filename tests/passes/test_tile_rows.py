@@ -29,6 +29,7 @@ from autoshard.program.parse import parse_program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.search.problem.problem import model_flop
+from autoshard.simulate.step import estimate_step
 from autoshard.verify.lockstep import verify
 from autoshard.verify.static import verify_static
 from benchmarks.models import bench_batch, bench_llama
@@ -96,6 +97,13 @@ def test_nothing_wide_is_left() -> None:
     recomputed = [tiles_of(n).recomputed for g in tiled.segments.values() for n in g.nodes if n.op == TILES]
     assert any(recomputed)
     assert model_flop(analysed("llama", 0).model) == model_flop(analysed("llama").model)
+    steps = []
+    for rows in (0, 4):
+        found = plan_analysed(
+            analysed("llama", rows), [Mesh.parse("dp=2")], load_cluster("cpu-gloo"), reasons=False
+        )
+        steps.append(estimate_step(compile_analysed(found), load_cluster("cpu-gloo")))
+    assert steps[0].model_flop == pytest.approx(steps[1].model_flop)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from autoshard.planner.fingerprint import fingerprint
 from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.cost_terms import AssignmentCosts, Time, compose, profile
 from autoshard.search.problem.decisions import NodeVar, ParamState, ParamVar
-from autoshard.search.problem.problem import Model, batch_of
+from autoshard.search.problem.problem import Model, batch_of, model_flop
 from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
 from autoshard.search.select.choose import choose
 from autoshard.search.select.request import CandidateSolution, SearchRequest
@@ -84,9 +84,10 @@ def test_bodies_of_tiles_are_scaled_with_the_model(name: str, batch: int) -> Non
         analyse(capture(model, (), {k: x[:size] for k, x in inputs.items()}), tile_rows=3)
         for size in (BATCH, batch)
     )
-    found = with_batch(whole.model, batch).folded
-    bodies = [_bodies(each) for each in (whole.folded, found, part.folded)]
+    scaled = with_batch(whole.model, batch)
+    bodies = [_bodies(each) for each in (whole.folded, scaled.folded, part.folded)]
     assert bodies[0] and bodies[0] != bodies[1] == bodies[2]
+    assert model_flop(scaled)[0] == pytest.approx(model_flop(part.model)[0])
 
 
 def _bodies(folded: Folded) -> list[Sequence[TensorType]]:

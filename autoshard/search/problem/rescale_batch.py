@@ -160,7 +160,8 @@ class _Scaling:
         sizes = tuple(
             n // self.old * self.new if hit else n for n, hit in zip(rule.sizes, scaled, strict=True)
         )
-        return replace(rule, sizes=sizes, flops=rule.flops / self.old * self.new)
+        flops, recomputed = (f / self.old * self.new for f in (rule.flops, rule.recomputed))
+        return replace(rule, sizes=sizes, flops=flops, recomputed=recomputed)
 
     def _flow(self, flow: Flow) -> Flow:
         return replace(flow, classes={key: self._group(key, group) for key, group in flow.classes.items()})
