@@ -85,7 +85,8 @@ class Opener:
         """
         from autoshard.cluster import load_cluster
         from autoshard.interop.targets import build, load_rules
-        from autoshard.planner.planning import Planned, Source, options_of
+        from autoshard.planner.planning import Planned
+        from autoshard.planner.source import Source, options_of
         from autoshard.runtime.arguments import split_inputs
 
         if not request.target:

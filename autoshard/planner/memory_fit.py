@@ -8,7 +8,6 @@ memory simulated, and solved again with less memory as long as it does not fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, prod
 
@@ -502,19 +501,23 @@ class MemoryFitter:
     def _units(self, folded: Folded, how: LoweringOptions, slices: int) -> int:
         """Equal parts of a sequence that slices may be made of: more than slices, where the model can be
         divided so finely. Raises UsageError if it cannot be divided into slices at all."""
+        length, ranks = sequence_ports(folded.joint, 1)[0].type.shape[1], prod(how.mesh.sizes)
         if id(folded) not in self._finest:
             check_slices(folded, how, slices)
-            length = sequence_ports(folded.joint, 1)[0].type.shape[1]
-            self._finest[id(folded)] = folded, tuple(n for n in _UNITS if length % n == 0 and n > slices)
-            for units in self._finest[id(folded)][1]:
-                with suppress(UsageError):
-                    check_slices(folded, how, units)
-                    break
-            else:
-                self._finest[id(folded)] = folded, ()
-        length, ranks = sequence_ports(folded.joint, 1)[0].type.shape[1], prod(how.mesh.sizes)
-        fine = self._finest[id(folded)][1]
+            able = [n for n in _UNITS if n > slices and length % n == 0]
+            most = next((n for n in able if _divides(folded, how, n)), 0)
+            self._finest[id(folded)] = folded, tuple(n for n in able if n <= most)
+        _, fine = self._finest[id(folded)]
         return next((n for n in fine if length % (n * ranks) == 0), slices)
+
+
+def _divides(folded: Folded, how: LoweringOptions, units: int) -> bool:
+    """Whether a model can be divided into so many slices."""
+    try:
+        check_slices(folded, how, units)
+    except UsageError:
+        return False
+    return True
 
 
 def _state(solution: CandidateSolution) -> float:

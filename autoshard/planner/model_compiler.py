@@ -17,8 +17,9 @@ from autoshard.options import Differentiate, PassOptions, PlanOptions
 from autoshard.planner.compiling import cluster_of, compile_analysed, options_on, request_of
 from autoshard.planner.length_plans import LengthShare, most_frequent, plan_lengths, resized_inputs
 from autoshard.planner.lowering import full_mesh, schedule_of
-from autoshard.planner.planning import Planned, Progress, Source
+from autoshard.planner.planning import Planned
 from autoshard.planner.resized import NotResizableError, resized
+from autoshard.planner.source import Progress, Source
 from autoshard.program.program import Program
 from autoshard.rules.user import Rules, user_rules
 from autoshard.runtime.checks.call_guard import Captured, Inputs

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
 
-import torch
-from torch import nn
-from torch.utils import _pytree as pytree
-
-from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.orthogonal import without_tables
 from autoshard.cost.recipe import hosted, recipe_named
 from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
-from autoshard.ir import Joint
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.placement import Layout, parse_placement
 from autoshard.ir.units import bytes_text
-from autoshard.options import Differentiate, PlanOptions
-from autoshard.planner.analysis import Analysis, analyse
+from autoshard.options import PlanOptions
+from autoshard.planner.analysis import Analysis
 from autoshard.planner.candidates import candidate_meshes, check_pipeline, check_products, given_mesh
 from autoshard.planner.host_memory import check_states
 from autoshard.planner.memory_fit import MemoryFitter, Peak
+from autoshard.planner.source import Progress, Source
 from autoshard.planner.stage_partition import Staging
-from autoshard.rules.user import Rules
 from autoshard.schedules.registry import lookup
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
@@ -45,7 +38,6 @@ from autoshard.search.solve.param_costs import whole_state
 from autoshard.simulate.device_memory import DeviceMemory, device_memory
 from autoshard.simulate.peaks import Peaks
 
-Progress = Callable[[str], None]
 #: tokens of a tile on a rank, where a plan needs tiles: products of so many rows reach their full rate
 TILE_ROWS = 2048
 #: what goes to host memory where nothing fits otherwise, one after the other
@@ -60,105 +52,6 @@ _EXPERT_CHUNKS, _WORTH = (1, 2, 4), 5e-3
 _MOST_RUNNERS_UP, _NEAR = 3, 1.15
 #: as how many times as long a step in one piece may take, for chunks to be tried
 _CLOSE = 1.05
-
-
-def options_of(plan: Plan) -> PlanOptions:
-    """What a plan says of how its model was captured."""
-    return PlanOptions(
-        replicate_unknown=bool(plan.replicated),
-        differentiate="all" if plan.differentiate == "all" else "auto",
-        precision=plan.precision,
-        tile_rows=plan.tile_rows or None,
-        products=plan.products,
-        expert_chunks=plan.expert_chunks,
-    )
-
-
-@dataclass(frozen=True)
-class Source:
-    """A model with the arguments and rules it was captured with.
-
-    differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
-    layers that differ in them are planned each for itself. precision: to compute in, "" for the model's.
-    tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`). products,
-    expert_chunks: see `PlanOptions`.
-    """
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    replicate_unknown: bool = False
-    rules: Rules = None
-    differentiate: Differentiate = "auto"
-    stored: Mapping[str, str] = field(default_factory=dict)
-    precision: str = ""
-    tile_rows: int = 0
-    products: str = ""
-    expert_chunks: int = 1
-
-    @staticmethod
-    def of_options(
-        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: PlanOptions, rules: Rules
-    ) -> Source:
-        """A model as options say. rules: of the user's."""
-        return Source(
-            model,
-            args,
-            kwargs,
-            options.replicate_unknown,
-            rules,
-            options.differentiate,
-            precision=options.precision,
-            tile_rows=options.tile_rows or 0,
-            products=options.products,
-            expert_chunks=options.expert_chunks or 1,
-        )
-
-    @staticmethod
-    def of_plan(
-        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, rules: Rules
-    ) -> Source:
-        """A model as it was captured for a plan. rules: of the user's, again."""
-        return Source.of_options(model, args, kwargs, options_of(plan), rules)
-
-    def analysed(self, say: Progress) -> Analysis:
-        """Capture the model and find its rules."""
-        say("capturing")
-        joint = capture(
-            self.model,
-            self.args,
-            self.kwargs,
-            differentiate=self.differentiate,
-            precision=self.precision,
-        )
-        analysis = self.analysed_from(joint, say)
-        if all(len({self.stored.get(p.target) for p in c.ports}) < 2 for c in analysis.flow.classes.values()):
-            return analysis
-        joint = replace(joint, apart={p.name: self.stored.get(p.target, "") for p in joint.ports})
-        return self.analysed_from(joint, say)
-
-    def analysed_from(self, joint: Joint, say: Progress) -> Analysis:
-        """The same of a model that was captured already."""
-        return analyse(
-            joint,
-            replicate_unknown=self.replicate_unknown,
-            rules=self.rules,
-            progress=say,
-            tile_rows=self.tile_rows,
-            products=self.products,
-            expert_chunks=self.expert_chunks,
-        )
-
-    def with_batch(self, analysis: Analysis, batch: int) -> Source:
-        """The same with inputs of ``batch`` sequences; values do not matter to a capture."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        cut = {int(t) for t in analysis.folded.joint.batch_inputs}
-        resized = [
-            x.new_zeros((batch, *x.shape[1:])) if k in cut and isinstance(x, torch.Tensor) else x
-            for k, x in enumerate(leaves)
-        ]
-        args, kwargs = pytree.tree_unflatten(resized, spec)
-        return replace(self, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True)
@@ -354,8 +247,7 @@ class PlanningRequest:
         new = replace(self, options=replace(options, schedule=overlapped, chunks=pipeline.chunks))
         meshes = _same_as(new._candidates(planned.analysis), planned)
         new.progress(f"planning with forwards beside backwards on pp={pipeline.ranks},{meshes[0].mesh}")
-        request = replace(new.request, batch=planned.plan.batch * planned.plan.microbatches, baselines=False)
-        return new._replanned(planned, planned.plan.expert_chunks or 1, request, meshes)
+        return new._replanned(planned, planned.plan.expert_chunks or 1, meshes)
 
     def _runners_up(self, planned: Planned) -> Iterator[list[Staged]]:
         """The best other meshes without a pipeline that divide experts, each among another number of ranks,
@@ -380,19 +272,16 @@ class PlanningRequest:
     ) -> Planned | None:
         """A plan with the tokens of experts in so many chunks; None if sequences do not divide or none fits.
         meshes: where; left out, on the same."""
-        plan = planned.plan
-        total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
-        request = replace(self.request, batch=total, baselines=False)
         meshes = meshes or _same_as(self._candidates(planned.analysis), planned)
         self.progress(f"planning with the tokens of experts in {chunks} chunks on {meshes[0].mesh}")
-        return self._replanned(planned, chunks, request, meshes)
+        return self._replanned(planned, chunks, meshes)
 
-    def _replanned(
-        self, planned: Planned, chunks: int, request: SearchRequest, meshes: Sequence[Staged]
-    ) -> Planned | None:
-        """The plan of a request on some meshes, None if none fits."""
+    def _replanned(self, planned: Planned, chunks: int, meshes: Sequence[Staged]) -> Planned | None:
+        """A plan of the same batch on some meshes, None if none fits."""
         source, plan = planned.source, planned.plan
         assert source is not None
+        total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
+        request = replace(self.request, batch=total, baselines=False)
         chunked = replace(source, expert_chunks=chunks)
         try:
             analysis = planned.analysis

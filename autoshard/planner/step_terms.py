@@ -10,7 +10,7 @@ from autoshard.ir import Folded, TensorType
 from autoshard.ir.lowered import PlacedValue
 from autoshard.passes.simplify.batch_terms import BatchTerms, CapturedSample, averaged, batch_terms, moved
 from autoshard.planner.analysis import Analysis
-from autoshard.planner.planning import Source
+from autoshard.planner.source import Source
 from autoshard.program.loss import loss_position
 from autoshard.program.program import Signature
 from autoshard.search.problem.problem import batch_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -39,13 +39,6 @@ class RankAction:
     receives: tuple[StageSend, ...]
     sends: tuple[StageSend, ...]
     paired: bool = False
-
-
-def turns_of_rank(moves: Sequence[RankAction]) -> list[tuple[RankAction, ...]]:
-    """The actions of a rank, those that run as one together."""
-    pairs = zip(moves, (None, *moves), strict=False)
-    turns = [(before, move) if before is not None and before.paired else (move,) for move, before in pairs]
-    return [turn for turn in turns if not turn[-1].paired]
 
 
 @dataclass(frozen=True)

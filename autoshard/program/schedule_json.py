@@ -83,8 +83,7 @@ def schedule_from_json(text: str) -> PipelineStages:
             hint=RECOMPILE,
         )
     check(schedule)
-    pairs = {(turn[0].stage, turn[1].stage) for row in schedule.turns for turn in row if len(turn) > 1}
-    if pairs != set(taken):
+    if set(schedule.pairs) != set(taken):
         raise VerificationError("the schedule has other pairs than turns of pairs", hint=RECOMPILE)
     if file.parts and (len(file.parts) != file.slices or min(file.parts) < 1):
         raise VerificationError("the schedule has other slices than parts of slices", hint=RECOMPILE)

@@ -17,7 +17,17 @@ class PreparedCall:
     """One call: gather arguments from slots, call, put results into slots, free what is dead."""
 
     __slots__ = (
-        *("fn", "frees", "kwargs", "kwrefs", "nested", "node", "outs", "refs", "sites", "stops", "template"),
+        "fn",
+        "frees",
+        "kwargs",
+        "kwrefs",
+        "nested",
+        "node",
+        "outs",
+        "refs",
+        "sites",
+        "stops",
+        "template",
     )
 
     def __init__(self, node: Node, view: RankView, slots: Mapping[str, int], fn: Callable[..., Any]) -> None:

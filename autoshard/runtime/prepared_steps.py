@@ -68,8 +68,8 @@ class PreparedSegment:
 
     def __call__(self, args: list[Any], site: int) -> tuple[Any, ...]:
         """Run it; the list of arguments is empty afterwards."""
-        results: tuple[Any, ...] = self._run(args, site)
-        return tuple(to_its_end(results)) if self.stops else results  # type: ignore[arg-type]
+        results: Any = self._run(args, site)
+        return tuple(to_its_end(results)) if self.stops else results
 
     def stopping(self, args: list[Any], site: int) -> Stopping:
         """Run it from stop to stop."""

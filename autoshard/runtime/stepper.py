@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.placement import local_shape
 from autoshard.program.holders import accumulated, counted, makers_of
 from autoshard.program.loss import loss_position
-from autoshard.program.messages import RankAction, StageSend, moves_of, turns_of_rank
+from autoshard.program.messages import RankAction, StageSend, moves_of
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.executor import Values
 from autoshard.runtime.microbatch import cut
@@ -30,7 +31,7 @@ from autoshard.runtime.transport.p2p import Channels
 from autoshard.runtime.transport.shared_memory.p2p import MemoryChannels
 from autoshard.runtime.transport.shared_memory.peers import Neighbours
 from autoshard.runtime.transport.transport_choice import neighbours_of
-from autoshard.schedules.schedule import Action
+from autoshard.schedules.schedule import Action, in_turns
 from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.hooks import run_gradient_hooks, run_post_accumulate_hooks
 
@@ -47,6 +48,7 @@ class Stepper:
         """like: of another program of the same stages, whose groups are shared."""
         self.runner, self.program = runner, runner.program
         self.moves = runner.moves
+        self.turns = in_turns(self.moves, attrgetter("paired"))
         self.watch = runner.guard.watch if runner.guard is not None else None
         self.accumulated = {s: accumulated(self.program, s) for s in runner.place.stages}
         #: what a stage counts, and what it takes for that
@@ -94,7 +96,7 @@ class Stepper:
     def step(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
         remember(self.members)
-        run = _StepRun(self, module, leaves, self.loss_output, self.moves)
+        run = _StepRun(self, module, leaves, self.loss_output, self.turns)
         runner = self.runner
         if runner.guard is not None:
             runner.guard.step(module)
@@ -122,13 +124,14 @@ class Stepper:
 
         wanted: values of outputs; each is whole within its stage, one for each microbatch.
         """
-        run = _StepRun(self, module, leaves, self.loss_output, self._forward_moves, wanted)
+        run = _StepRun(self, module, leaves, self.loss_output, self._forward_turns, wanted)
         run.moves()
         return run.loss(trained=False), run.outputs
 
     @cached_property
-    def _forward_moves(self) -> tuple[RankAction, ...]:
-        return moves_of(self.program, forward_only=True)[self.runner.place.pipe_rank]
+    def _forward_turns(self) -> tuple[tuple[RankAction, ...], ...]:
+        moves = moves_of(self.program, forward_only=True)[self.runner.place.pipe_rank]
+        return in_turns(moves, attrgetter("paired"))
 
     @cached_property
     def loss_output(self) -> tuple[str, str]:
@@ -154,14 +157,14 @@ class _StepRun:
         module: nn.Module,
         leaves: Sequence[Any],
         loss: tuple[str, str],
-        order: tuple[RankAction, ...],
+        order: tuple[tuple[RankAction, ...], ...],
         wanted: Collection[str] = (),
     ) -> None:
         self.stepper, self.runner, self.program = stepper, stepper.runner, stepper.program
         self.loss_value, self.loss_position = loss
         self.order = order
         #: the last action of every microbatch
-        self.last = {m.action.microbatch: m.action for m in order}
+        self.last = {m.action.microbatch: m.action for turn in order for m in turn}
         self.module = module
         self.buffers = dict(module.named_buffers(remove_duplicate=False))
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
@@ -217,10 +220,9 @@ class _StepRun:
     def moves(self) -> None:
         self.taken, self.losses = self.runner.taken([*self.parameters.values()]), []
         self._gather()
-        channels, moves = self.stepper.channels, self.order
+        channels, turns = self.stepper.channels, self.order
         if channels is not None:
             channels.begin()
-        turns = turns_of_rank(moves)
         for number, turn in enumerate(turns):
             if channels is not None:
                 # what the next turn needs may arrive while this one computes

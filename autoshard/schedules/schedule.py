@@ -21,11 +21,14 @@ the other waits for the tokens of experts (F&B of DeepSeek-V3's DualPipe, arXiv 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from autoshard.schedules.steps import ScheduledAction, steps_of
+
+T = TypeVar("T")
 
 #: forward, full backward, its input-gradient part, its weight-gradient part
 Kind = Literal["F", "B", "I", "W"]
@@ -46,6 +49,19 @@ class Action:
     def __str__(self) -> str:
         part = f"/{self.slice}" if self.slice else ""
         return f"{self.kind}{self.stage}.{self.microbatch}{part}"
+
+
+def in_turns(row: Sequence[T], paired: Callable[[T], bool]) -> tuple[tuple[T, ...], ...]:
+    """What a rank does, in order, with what runs as one together. paired: whether one does with the next."""
+    turns: list[tuple[T, ...]] = []
+    joins = False
+    for each in row:
+        if joins:
+            turns[-1] = (*turns[-1], each)
+        else:
+            turns.append((each,))
+        joins = not joins and paired(each)
+    return tuple(turns)
 
 
 @dataclass(frozen=True)
@@ -84,16 +100,15 @@ class Schedule:
     @cached_property
     def turns(self) -> tuple[tuple[tuple[Action, ...], ...], ...]:
         """Per pipeline rank, the actions that run as one, in order: one each where nothing is paired."""
-        if not self.paired:
-            return tuple(tuple((action,) for action in row) for row in self.actions)
-        return tuple(
-            tuple(
-                (before, action) if before in self.paired else (action,)
-                for before, action in zip((None, *row), row, strict=False)
-                if action not in self.paired
-            )
-            for row in self.actions
-        )
+        return tuple(in_turns(row, self.paired.__contains__) for row in self.actions)
+
+    @cached_property
+    def pairs(self) -> Mapping[tuple[int, int], tuple[Action, ...]]:
+        """(stage of a forward, stage of a backward) -> the first two such actions that run as one."""
+        result: dict[tuple[int, int], tuple[Action, ...]] = {}
+        for turn in (turn for row in self.turns for turn in row if len(turn) > 1):
+            result.setdefault((turn[0].stage, turn[1].stage), turn)
+        return result
 
     @cached_property
     def splits_backward(self) -> bool:

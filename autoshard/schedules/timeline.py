@@ -51,6 +51,16 @@ class StageCosts:
     paired: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @cached_property
+    def seconds(self) -> dict[Kind, tuple[float, ...]]:
+        """Of every kind of action, per stage or slice of one."""
+        return {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weight,
+        }
+
+    @cached_property
     def changes(self) -> dict[Kind, list[float]]:
         """Bytes that every kind of action adds to what is in flight, per stage or slice of one."""
         new = self.made_weight or (0.0,) * len(self.held)
@@ -288,17 +298,7 @@ def turn_seconds(schedule: Schedule, costs: StageCosts, turn: Sequence[Action]) 
     both = costs.paired.get((turn[0].stage, turn[-1].stage)) if len(turn) > 1 else None
     if both is not None:
         return both
-    seconds = _seconds(costs)
-    return sum(seconds[action.kind][_at(schedule, action)] for action in turn)
-
-
-def _seconds(costs: StageCosts) -> dict[Kind, tuple[float, ...]]:
-    return {
-        "F": costs.forward,
-        "B": costs.backward,
-        "I": costs.backward_input,
-        "W": costs.backward_weight,
-    }
+    return sum(costs.seconds[action.kind][_at(schedule, action)] for action in turn)
 
 
 def _check_costs(schedule: Schedule, costs: StageCosts) -> None:
@@ -338,7 +338,7 @@ def _play(
     Every rank goes on until it needs something that has no time yet; whoever gives it wakes the rank.
     """
     _check_costs(schedule, costs)
-    steps, seconds = schedule.steps, _seconds(costs)
+    steps, seconds = schedule.steps, costs.seconds
     row_of_all = [x for kind in KINDS for x in seconds[kind]]
     wires = SendState(schedule, row_of_all, (*costs.send_forward, *costs.send_backward), sends)
     if costs.sharing is not None:

@@ -165,12 +165,8 @@ class _Rank:
         """Whether two actions of a rank run as one."""
         if action is None or behind is None or action.kind + behind.kind != "FB":
             return False
-        return action.microbatch != behind.microbatch and (action.stage, behind.stage) in self._paired
-
-    @cached_property
-    def _paired(self) -> frozenset[tuple[int, int]]:
-        turns = self.prices.schedule.turns[self.rank]
-        return frozenset((turn[0].stage, turn[1].stage) for turn in turns if len(turn) > 1)
+        pairs = self.prices.schedule.pairs
+        return action.microbatch != behind.microbatch and (action.stage, behind.stage) in pairs
 
     def _action(self, action: Action, missing: set[int], meanwhile: Action | None = None) -> None:
         """meanwhile: what runs as one with it, as if all of it did where this one holds most."""

@@ -50,12 +50,12 @@ def delays(messages: Sequence[Message]) -> list[float]:
     now = 0.0
     while left or coming:
         rates = _rates(messages, left)
-        ends = {n: now + seconds_ / rates[n] for n, seconds_ in left.items()}
-        until = min([*ends.values(), *(max(now, messages[k].start) for k in coming[-1:])])
+        arrivals = {n: now + seconds_ / rates[n] for n, seconds_ in left.items()}
+        until = min([*arrivals.values(), *(max(now, messages[k].start) for k in coming[-1:])])
         for n, rate in rates.items():
             left[n] -= (until - now) * rate
             result[n] += (until - now) * (1.0 - rate)
-            if ends[n] <= until:
+            if arrivals[n] <= until:
                 del left[queues[messages[n].stream].pop(0)]
         now = until
         while coming and messages[coming[-1]].start <= now:

@@ -27,9 +27,8 @@ from autoshard.simulate.streams import (
     Player,
     Price,
     SegmentCall,
-    as_said,
-    soonest_message,
 )
+from autoshard.simulate.turns import as_said, soonest_message
 from autoshard.simulate.work import MemoryWork, Sheet
 
 

@@ -74,15 +74,11 @@ class Peaks:
         for action, behind, after in zip(row, (*row[1:], None), levels, strict=True):
             stage, kind = action.stage, action.kind
             course = self.transients.course(stage, kind)
+            other, beside = beside, 0.0
             if behind is not None and action in self.schedule.paired:
-                other = self.transients.course(behind.stage, behind.kind)
-                yield _Stop(before, without, replace(course, ahead=course.ahead + other.peak))
+                other = self.transients.course(behind.stage, behind.kind).peak
                 beside = max(0.0, course.peak - (base + after - before))
-            else:
-                yield _Stop(
-                    before, without, replace(course, ahead=course.ahead + beside) if beside else course
-                )
-                beside = 0.0
+            yield _Stop(before, without, replace(course, ahead=course.ahead + other) if other else course)
             if stage in missing and kind in "BW":
                 del missing[stage]
                 without = sum(missing.values())

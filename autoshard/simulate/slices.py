@@ -20,7 +20,8 @@ def in_slices(
     2021, section 3.3); everything else is divided as positions are. latency: seconds of every message,
     however short.
     """
-    shares = [count / slices.units for count in slices.counts]
+
+    shares = slices.shares
 
     def computing(seconds: Sequence[float], attention: Sequence[float]) -> tuple[float, ...]:
         pairs, seen = zip(seconds, attention, strict=True), pairs_of(slices)
@@ -54,7 +55,7 @@ def in_slices(
 
 def pairs_of(slices: Slices) -> list[float]:
     """Of all pairs of a query and a key before it, those of each slice's queries."""
-    edges = (0, *slices.ends)
+    edges = (0, *slices.cumulative)
     return [(b * b - a * a) / slices.units**2 for a, b in pairwise(edges)]
 
 

@@ -167,10 +167,7 @@ class StagePrices:
     @property
     def slice_shares(self) -> tuple[float, ...]:
         """Part of a microbatch that each slice is."""
-        if self.program.stages is None:
-            return (1.0,)
-        slices = self.program.stages.slices
-        return tuple(count / slices.units for count in slices.counts)
+        return (1.0,) if self.program.stages is None else self.program.stages.slices.shares
 
     # -- time ------------------------------------------------------------------------------------------
 
@@ -182,9 +179,6 @@ class StagePrices:
         ahead, back = self.waits
         if self.behaviour.blocking_sends:  # what a stage has waited for has arrived
             up, down = (0.0,) * len(up), (0.0,) * len(down)
-
-        turns = (turn for row in self.schedule.turns for turn in row if len(turn) > 1)
-        pairs = dict.fromkeys((forward.stage, backward.stage) for forward, backward in turns)
 
         def each(waits: Sequence[float], *phases: Phase) -> tuple[float, ...]:
             units = ((s, c) for s in range(count) for c in range(slices))
@@ -200,7 +194,10 @@ class StagePrices:
             send_backward=down,
             update=tuple(end.total for end in self.ends),
             sharing=self._sharing,
-            paired={(f, b): self.parts_of(f).paired(f, b).seconds + ahead[f] + back[b] for f, b in pairs},
+            paired={
+                (f, b): self.parts_of(f).paired(f, b).seconds + ahead[f] + back[b]
+                for f, b in self.schedule.pairs
+            },
         )
 
     @cached_property

@@ -11,10 +11,9 @@ from typing import NamedTuple, TypeAlias
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import HOPS, AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
-from autoshard.errors import VerificationError
 from autoshard.ir.collectives import spec_named
-from autoshard.program.manifest import RECOMPILE
 from autoshard.simulate.contention import Message, delays, demand
+from autoshard.simulate.turns import Stop, Turns, one_after_the_other
 from autoshard.simulate.work import (
     Attention,
     CollectiveWork,
@@ -170,38 +169,6 @@ class Habits:
     experts: bool = False
 
 
-class Stop(NamedTuple):
-    """Where a part may let another go on. ready: seconds at which what it needs next is there. ahead: seconds
-    of computing before its next exchange of tokens."""
-
-    ready: float
-    ahead: float
-
-
-#: which of the parts that are not done goes on: given the time, where each has stopped, and the turns so far
-Turns: TypeAlias = "Callable[[float, Mapping[int, Stop], Sequence[int]], int]"
-
-
-def one_after_the_other(now: float, stops: Mapping[int, Stop], taken: Sequence[int]) -> int:
-    return next(iter(stops))
-
-
-def soonest_message(now: float, stops: Mapping[int, Stop], taken: Sequence[int]) -> int:
-    """Of those that can go on the one that is next to send tokens, else the one that can go on first."""
-    return min(stops, key=lambda k: (max(0.0, stops[k].ready - now), stops[k].ahead, k))
-
-
-def as_said(said: Sequence[int]) -> Turns:
-    """In an order that is given. Raises VerificationError when it is over before the parts are."""
-
-    def turns(now: float, stops: Mapping[int, Stop], taken: Sequence[int]) -> int:
-        if len(taken) >= len(said) or said[len(taken)] not in stops:
-            raise VerificationError("the turns of a pair are not those of its stops", hint=RECOMPILE)
-        return said[len(taken)]
-
-    return turns
-
-
 class Player:
     """Plays parts on one rank.
 
@@ -270,7 +237,8 @@ class Player:
         delayed: Mapping[Place, float],
     ) -> tuple[Played, tuple[int, ...]]:
         """delayed: (step, task) -> seconds by which a message takes longer than on its own."""
-        run = _Run(self.habits, len(self.sizes), spans, 2 if self.hosted else 0, delayed)
+        links = 2 if self.hosted else 0
+        run = _Run(self.habits, len(self.sizes), spans, links, delayed, together=len(parts) > 1)
         run.fetched.update(parameters)
         going, first = dict[int, Iterator[Stop]](), 0
         for k, part in enumerate(parts):
@@ -421,9 +389,13 @@ class _Run:
         spans: bool,
         links: int = 0,
         delayed: Mapping[Place, float] = MappingProxyType({}),
+        *,
+        together: bool = False,
     ) -> None:
-        """links: streams of copies to host memory and from there. delayed: (step, task) -> seconds more."""
+        """links: streams of copies to host memory and from there. delayed: (step, task) -> seconds more.
+        together: whether several parts take turns, so that they stop."""
         self.habits, self.axes, self.links, self.delayed = habits, axes, links, delayed
+        self.together = together
         self.free = [0.0] * (1 + axes + links)
         self.busy = [0.0] * (1 + axes + links)
         #: per stream, the end of the last reduction, or store, of which one at a time is on its way
@@ -466,8 +438,9 @@ class _Run:
     def step(
         self, number: int, step: SegmentCall, timed: Sequence[_Timed], gradients: Collection[str]
     ) -> Iterator[Stop]:
-        """Play it from stop to stop, of which one is before it begins."""
-        habits, free, ready, stops = self.habits, self.free, self.ready, step.sheet.stops
+        """Play it from stop to stop, of which one is before it begins; without any where it plays alone."""
+        habits, free, ready = self.habits, self.free, self.ready
+        stops = step.sheet.stops if self.together else ()
         if stops:
             arriving = [self.pending[name].arrived for name in step.args if name in self.pending]
             yield Stop(max(arriving, default=0.0), timed[0].ahead if timed else 0.0)

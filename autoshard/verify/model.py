@@ -7,7 +7,7 @@ from dataclasses import replace
 from autoshard.errors import VerificationError
 from autoshard.interop.targets import build
 from autoshard.passes.simplify.batch_terms import NO_TERMS
-from autoshard.planner.planning import Source
+from autoshard.planner.source import Source
 from autoshard.planner.step_terms import step_terms
 from autoshard.program.names import port_names
 from autoshard.program.original import notes_of_original, original_of, original_text

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from autoshard.errors import VerificationError
 from autoshard.ir import Call
 from autoshard.ir.boundaries import ends_of, wires_of
 from autoshard.ir.lowered import Lowered, PartBoundary, Phase
 from autoshard.program.holders import holders_of
-from autoshard.program.messages import RankAction, StageSend, moves_of, phases_of, turns_of_rank
+from autoshard.program.messages import RankAction, StageSend, moves_of, phases_of
 from autoshard.program.program import PipelineStages, Program
 from autoshard.rules.stops import stops_of
 from autoshard.schedules.check import check
-from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.schedule import Schedule, in_turns
 from autoshard.verify.result import Finding, ProgramLocation
 
 #: moves of every pipeline rank
@@ -96,21 +97,16 @@ def _schedule(program: Program) -> Iterator[Finding]:
 
 def _turns(program: Program, stages: PipelineStages) -> Iterator[Finding]:
     """Of actions that run as one: as many for each as it stops."""
-    known: set[tuple[int, int]] = set()
-    for rank, row in enumerate(stages.schedule.turns):
-        for turn in row:
-            pair = turn[0].stage, turn[-1].stage
-            if len(turn) == 1 or pair in known:
-                continue
-            known.add(pair)
-            taken = stages.turns.get(pair, ())
-            given = [taken.count(part) for part in (0, 1)]
-            stops = [_stops(program, pair[0], "forward"), _stops(program, pair[1], "backward", "weight")]
-            if given != [1 + n for n in stops]:
-                at = ProgramLocation(rank=rank, stage=pair[0], action=str(turn[0]))
-                why = f"{turn[0]} stops {stops[0]} times, {turn[1]} {stops[1]} times, and then they end"
-                told = f"{turn[0]} and {turn[1]}, which run as one, have {given[0]} and {given[1]} turns"
-                yield Finding("schedule", told, at, why)
+    owner = stages.schedule.owner
+    for pair, (forward, backward) in stages.schedule.pairs.items():
+        taken = stages.turns.get(pair, ())
+        given = [taken.count(part) for part in (0, 1)]
+        stops = [_stops(program, pair[0], "forward"), _stops(program, pair[1], "backward", "weight")]
+        if given != [1 + n for n in stops]:
+            at = ProgramLocation(rank=owner[forward.stage], stage=forward.stage, action=str(forward))
+            why = f"{forward} stops {stops[0]} times, {backward} {stops[1]} times, and then they end"
+            told = f"{forward} and {backward}, which run as one, have {given[0]} and {given[1]} turns"
+            yield Finding("schedule", told, at, why)
 
 
 def _stops(program: Program, stage: int, *phases: Phase) -> int:
@@ -249,7 +245,7 @@ class _Traffic:
     def progress(self) -> Iterator[Finding]:
         """Run the actions with a queue of ranks that may go on."""
         sent: dict[tuple[int, int], int] = {}
-        rows = [turns_of_rank(row) for row in self.rows]
+        rows = [in_turns(row, attrgetter("paired")) for row in self.rows]
         at = [0] * len(rows)
         queue, waiting = list(range(len(self.rows))), dict[int, tuple[RankAction, StageSend]]()
         while queue:

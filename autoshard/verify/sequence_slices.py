@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType
-from autoshard.ir.placement import P, Partial, Placement, R, Shard, local_extent, local_shape
+from autoshard.ir import Arg, Node, Ref, TensorType
+from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.slices import Slices
 from autoshard.ir.statements import statements_of
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS
@@ -105,7 +105,7 @@ class Pieces:
         assert full is not None
         shape = list(full.shape)
         if part.kind == "piece":
-            shape = list(self._part_type(full, part.place, part.number).shape)
+            shape = list(self.slices.local_shape(full.shape, part.place, part.number))
         elif part.kind in ("upto", "only", "seen", "cut"):
             assert isinstance(part.place, Shard)
             shape[part.place.dim] = self.slices.seen(shape[part.place.dim], part.number)
@@ -184,7 +184,15 @@ class Pieces:
     ) -> tuple[Derived, tuple[int, int]] | None:
         """(what is cut out, from where to where) of a part along a dim, None if that is no part."""
         slices = self.slices
-        extent = before[dim] if before[dim] % slices.units == 0 else 0
+        if part.kind == "seen" and dim == POSITIONS.dim:
+            full = before[dim] // slices.cumulative[part.number] * slices.units
+            if number == part.number - 1 and size == slices.seen(full, number):
+                return Derived("cut", part.base, POSITIONS, number), (0, size)
+            if number == part.number and size == slices.size(full, number) and number:
+                return Derived("piece", part.base, POSITIONS, number), slices.span(full, number)
+        extent = before[dim]
+        if extent % slices.units:
+            return None
         if part.kind == "whole" and size == slices.size(extent, number):
             return Derived("piece", part.base, Shard(dim), number), slices.span(extent, number)
         if part.kind == "whole" and size == slices.seen(extent, number) and dim == len(before) - 1:
@@ -197,12 +205,6 @@ class Pieces:
         rows = part.kind == "piece" and part.place == Shard(len(before) - 2) and dim == len(before) - 1
         if rows and part.number == number and size == slices.seen(extent, number):
             return Derived("corner", part.base, part.place, number), (0, size)
-        if part.kind == "seen" and dim == POSITIONS.dim:
-            full = before[dim] // slices.ends[part.number] * slices.units
-            if number == part.number - 1 and size == slices.seen(full, number):
-                return Derived("cut", part.base, POSITIONS, number), (0, size)
-            if number == part.number and size == slices.size(full, number) and number:
-                return Derived("piece", part.base, POSITIONS, number), slices.span(full, number)
         return None
 
     def _joined(
@@ -384,28 +386,12 @@ class Pieces:
             layouts = tuple((p,) for p in given), tuple(None if p is None else (p,) for p in made)
             mesh = MeshShape((_AXIS,), (self.slices.units,), uneven=not self.slices.even)
             node = rule.local(LocalCall(node, pattern.ins, *layouts, mesh))
-        args = tuple(self._resolved(a, number) for a in node.args)
-        kwargs = tuple((k, self._resolved(v, number)) for k, v in node.kwargs)
-        ins = [self._part_type(t, p, number) for t, p in zip(pattern.ins, given, strict=True)]
+        args = tuple(self.slices.resolved(a, number) for a in node.args)
+        kwargs = tuple((k, self.slices.resolved(v, number)) for k, v in node.kwargs)
+        shape = self.slices.local_shape
+        ins = [replace(t, shape=shape(t.shape, p, number)) for t, p in zip(pattern.ins, given, strict=True)]
         types = tuple(
-            None if t is None or p is None else self._part_type(t, p, number)
+            None if t is None or p is None else replace(t, shape=shape(t.shape, p, number))
             for t, p in zip(pattern.node.types, made, strict=True)
         )
         return self.terms.patterns.of(Node(node.op, args, kwargs, node.outs, types), ins)
-
-    def _part_type(self, type_: TensorType, placed: Placement, number: int) -> TensorType:
-        shape = list(local_shape(type_.shape, (placed,), (self.slices.units,), (0,)))
-        if isinstance(placed, Shard):
-            shape[placed.dim] *= self.slices.counts[number]
-        return replace(type_, shape=tuple(shape))
-
-    def _resolved(self, arg: Arg, number: int) -> Arg:
-        """An argument with the size or the offset of a slice in numbers."""
-        if isinstance(arg, LocalSize | LocalOffset):
-            first = self.slices.ends[number] - self.slices.counts[number]
-            shards = [(Shard(0, s.outer, s.inner), self.slices.units, first) for s in arg.shards]
-            offset, size = local_extent(arg.size, shards)
-            return size * self.slices.counts[number] if isinstance(arg, LocalSize) else offset
-        if isinstance(arg, tuple):
-            return tuple(self._resolved(a, number) for a in arg)
-        return arg

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.errors import UsageError
-from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType, refs_of, substitute
+from autoshard.ir import Arg, Node, Ref, TensorType, refs_of, substitute
 from autoshard.ir.collectives import COLLECTIVES, TransferKind
 from autoshard.ir.lowered import PlacedValue
-from autoshard.ir.placement import Layout, Placement, R, Shard, local_extent
+from autoshard.ir.placement import Layout, Placement, R, Shard
 from autoshard.ir.slices import Slices
 from autoshard.ir.statements import Statement
 from autoshard.passes.partition.insert_collectives import collective_node
@@ -314,8 +314,8 @@ class SliceEmitter:
                 why=f"a slice of it is {local.op}, which cannot be divided over the mesh",
                 hint="use a schedule without slices, 1f1b for instance",
             )
-        args = tuple(slice_numbers(a, slices, number) for a in local.args)
-        kwargs = tuple((k, slice_numbers(v, slices, number)) for k, v in local.kwargs)
+        args = tuple(slices.resolved(a, number) for a in local.args)
+        kwargs = tuple((k, slices.resolved(v, number)) for k, v in local.kwargs)
         return Node(local.op, args, kwargs, local.outs, local.types, local.origin, local.backward)
 
     def _collective(self, way: SlicedStatement, number: int) -> Node:
@@ -330,16 +330,3 @@ class SliceEmitter:
         return collective_node(
             self.of.mesh, kind, axis, inner, after.type, layouts, new, node.origin, node.backward
         )
-
-
-def slice_numbers(arg: Arg, slices: Slices, number: int) -> Arg:
-    """An argument with what depends on the slice resolved: its parts are ranks of an axis, one after the
-    other."""
-    if isinstance(arg, LocalSize | LocalOffset):
-        first = slices.ends[number] - slices.counts[number]
-        shards = [(Shard(0, s.outer, s.inner), slices.units, first) for s in arg.shards]
-        offset, size = local_extent(arg.size, shards)
-        return size * slices.counts[number] if isinstance(arg, LocalSize) else offset
-    if isinstance(arg, tuple):
-        return tuple(slice_numbers(a, slices, number) for a in arg)
-    return arg

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, Ref, TensorType
 from autoshard.ir.lowered import PlacedValue
-from autoshard.ir.placement import Layout, Placement, R, Shard, layout_ok, local_shape
+from autoshard.ir.placement import Layout, Placement, R, Shard, layout_ok
 from autoshard.ir.slices import Slices
 
 #: adds a node: (op, arguments, what it makes, the end of its name) -> the name of what it makes
@@ -22,11 +22,7 @@ Add: TypeAlias = "Callable[[str, tuple[Arg, ...], PlacedValue, str], str]"
 
 def sliced_type(type_: TensorType, placed: Placement, slices: Slices, number: int) -> TensorType:
     """The type of a slice of a value; of a term of a sum it is that of the sum."""
-    shape = local_shape(type_.shape, (placed,), (slices.units,), (0,))
-    if isinstance(placed, Shard):
-        at = placed.dim
-        shape = (*shape[:at], shape[at] * slices.counts[number], *shape[at + 1 :])
-    return replace(type_, shape=shape)
+    return replace(type_, shape=slices.local_shape(type_.shape, placed, number))
 
 
 def sliced_value(

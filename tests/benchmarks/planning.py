@@ -60,7 +60,8 @@ def plan_case(case: Case) -> PlanningRow:
     from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.options import PlanOptions
     from autoshard.planner.analysis import analyse
-    from autoshard.planner.planning import PlanningRequest, Source
+    from autoshard.planner.planning import PlanningRequest
+    from autoshard.planner.source import Source
     from autoshard.report.summary import summarise
     from autoshard.validate.models import on_meta
 

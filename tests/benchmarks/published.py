@@ -13,7 +13,7 @@ from autoshard.errors import AutoshardError, UsageError
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.candidates import candidate_meshes
-from autoshard.planner.planning import Source
+from autoshard.planner.source import Source
 from autoshard.planner.stage_link import pipe_link
 from autoshard.search.bound.stage_imbalance import imbalance_seconds
 from autoshard.search.plan.plan import Recompute

@@ -26,7 +26,8 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.ir.placement import Placement, Shard
 from autoshard.options import PlanOptions
 from autoshard.planner.candidates import candidate_meshes
-from autoshard.planner.planning import Source, plan_analysed
+from autoshard.planner.planning import plan_analysed
+from autoshard.planner.source import Source
 from autoshard.search.plan.plan_json import plan_to_json
 from autoshard.search.problem.decisions import ValueVar
 from autoshard.search.select.baselines import _whole_between_layers

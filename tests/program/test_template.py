@@ -10,8 +10,9 @@ from calls_worker import batch, build
 
 import autoshard
 from autoshard.api import compile_analysed
-from autoshard.planner.planning import Planned, Source
+from autoshard.planner.planning import Planned
 from autoshard.planner.resized import NotResizableError, resized
+from autoshard.planner.source import Source
 from autoshard.program.program import Program
 from autoshard.program.template import NotAlikeError, Reciprocal, Size, template_of
 from autoshard.program.text import program_text
