@@ -30,7 +30,7 @@ class MemoryCurves:
         before, end = self.prices.states[rank].total, 0.0
         for span, (_, after) in zip(timeline.spans[rank], timeline.curve[rank][1:], strict=True):
             held = before - sum(missing.values())
-            yield span.start, span.end, held, held + self.transients.of(span.action.stage, span.action.kind)
+            yield span.start, span.end, held, held + self.transients.course(span.action).peak
             if span.action.kind in "BW":
                 missing.pop(span.action.stage, None)
             before, end = after, span.end

@@ -34,6 +34,8 @@ class StageCosts:
     are then those of all ranks computing. None: no rank does.
     paired: (stage of a forward, stage of a backward) -> seconds in which both run as one; their sum where
     nothing stands.
+    freed: with slices, bytes that the end of a backward frees, which may be more or less than its forward
+    added; () for as many.
     """
 
     forward: tuple[float, ...]
@@ -49,6 +51,7 @@ class StageCosts:
     made_weight: tuple[float, ...] = ()
     sharing: Sharing | None = None
     paired: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    freed: tuple[float, ...] = ()
 
     @cached_property
     def seconds(self) -> dict[Kind, tuple[float, ...]]:
@@ -67,7 +70,7 @@ class StageCosts:
         kept = [a + b for a, b in zip(self.held_weight, new, strict=True)]
         return {
             "F": list(self.held),
-            "B": [-h for h in self.held],
+            "B": [-h for h in self.freed or self.held],
             "I": [-(h - k) for h, k in zip(self.held, kept, strict=True)],
             "W": [-k for k in kept],
         }
@@ -308,16 +311,18 @@ def _check_costs(schedule: Schedule, costs: StageCosts) -> None:
         ("forward", "backward", "backward_input", "backward_weight", "held", "held_weight"), units
     )
     expected |= {"send_forward": hops, "send_backward": hops, "base": ranks, "update": ranks}
-    expected |= {"made_weight": units} if costs.made_weight else {}
+    expected |= {name: units for name in ("made_weight", "freed") if getattr(costs, name)}
     for name, length in expected.items():
         if len(getattr(costs, name)) != length:
             raise UsageError(
                 f"costs.{name} has {len(getattr(costs, name))} numbers, not {length}",
                 where=f"schedule {schedule.name}: {stages} stages on {ranks} ranks",
             )
-        if not all(x >= 0 for x in getattr(costs, name)):
+        signed = costs.freed and name in ("held", "freed")  # of what other slices left
+        if not signed and not all(x >= 0 for x in getattr(costs, name)):
             raise UsageError(f"costs.{name} has a number below zero", where=f"schedule {schedule.name}")
-    if any(kept > held for kept, held in zip(costs.held_weight, costs.held, strict=True)):
+    split = not costs.freed
+    if split and any(kept > held for kept, held in zip(costs.held_weight, costs.held, strict=True)):
         raise UsageError(
             "a stage keeps more for its weight gradient than it holds at all",
             where=f"schedule {schedule.name}",

@@ -108,7 +108,8 @@ class _Rank:
         self.totals = {s: [v for v in accumulated(program, s) if v in self.storage] for s in self.stages}
         self.writer = ScriptWriter(self.transients, prices.sheets, self.storage)
         self.log = _Log()
-        self._scripts: dict[tuple[int, str], Script] = {}
+        self._sliced = self.transients.sliced
+        self._scripts: dict[tuple[int, str, int], Script] = {}
 
     def events(self, steps: int) -> Iterator[Event]:
         self._begin()
@@ -146,8 +147,7 @@ class _Rank:
         """Gradients are reduced, parameters updated, gradients freed."""
         prices, log = self.prices, self.log
         of = {self.storage[v][0]: v for values in self.totals.values() for v in values}
-        script = self._script(self.stages[0], "end")
-        left = self._play(script, {name: ("gradient", value) for name, value in of.items()}, "end")
+        left = self._play(self._last, {name: ("gradient", value) for name, value in of.items()}, "end")
         elements = prices.updated(self.rank)
         log.make("update", prices.behaviour.step_bytes * elements)
         log.drop("update")
@@ -172,24 +172,27 @@ class _Rank:
         """meanwhile: what runs as one with it, as if all of it did where this one holds most."""
         stage, kind, batch, log = action.stage, action.kind, action.microbatch, self.log
         other = None if meanwhile is None else partial(self._action, meanwhile, missing)
-        new = self._play(self._script(stage, kind), {}, batch, other)
+        new = self._play(self._script(action), {}, batch, other)
         if kind in "BW" and stage in missing:
             missing.discard(stage)
             for value in self.totals[stage]:
                 made_as = (batch, self.storage[value][0])
                 log.rename(made_as, ("gradient", value), self.prices.sum_bytes(value))
-        sliced = self.prices.schedule.slices > 1
-        stays: dict[Hashable, float] = {}
-        if not sliced and kind in "FI":
-            own = self._of_input if kind == "I" else self._of_forward
-            stays = {(batch, name): size for name, size in own[stage]}
+        stays = {(batch, name): size for name, size in self._after(action)}
         held = () if kind == "F" else (*self._of_forward[stage], *self._of_input[stage])
         for name in (*new, *((batch, name) for name, _ in held)):
             if name not in stays:
                 log.drop(name)
         for name, size in stays.items():
             log.make(name, size)
-        self._beside(action, sliced=sliced)
+        self._beside(action)
+
+    def _after(self, action: Action) -> Sequence[Storage]:
+        """What the stage holds of the microbatch when an action has ended."""
+        if self._sliced:
+            of = self.prices.kept_of_slices[action.stage]
+            return sorted((of.forward if action.kind == "F" else of.backward)[action.slice], key=_name)
+        return {"F": self._of_forward, "I": self._of_input}.get(action.kind, {}).get(action.stage, ())
 
     @cached_property
     def _of_forward(self) -> dict[int, list[Storage]]:
@@ -201,25 +204,24 @@ class _Rank:
         """The same after the gradients of its input."""
         return {s: sorted(k.weight | k.made, key=_name) for s, k in self.kept.items()}
 
-    def _beside(self, action: Action, *, sliced: bool) -> None:
+    def _beside(self, action: Action) -> None:
         """What is kept beside values; of a slice, its share of all that is."""
-        stage, kind = action.stage, action.kind
-        name = ("beside", stage, action.microbatch, action.slice)
-        kept, share = self.prices.kept[stage], self.prices.slice_shares[action.slice]
-        after = {"F": kept.held, "I": kept.weight + kept.made}
-        if not sliced:
-            after = {"F": self.prices.parts.beside(stage)}
+        name = ("beside", action.stage, action.microbatch, action.slice)
         self.log.drop(name)
-        self.log.make(name, after.get(kind, 0.0) * share)
+        if action.kind == "F":
+            share = self.prices.slice_shares[action.slice]
+            self.log.make(name, self.prices.parts.beside(action.stage) * share)
 
-    def _script(self, stage: int, kind: str) -> Script:
-        key = (stage, kind)
+    def _script(self, action: Action) -> Script:
+        key = (action.stage, action.kind, action.slice)
         if key not in self._scripts:
-            end = kind == "end"
-            parts = self.transients.parts_of_end(self.rank) if end else self.transients.parts_of(stage, kind)
-            kept = frozenset[Storage]() if end else self.kept[stage].held
-            self._scripts[key] = self.writer.script(parts, kind, kept)
+            kept = frozenset(self._after(action)) if self._sliced else self.kept[action.stage].held
+            self._scripts[key] = self.writer.script(self.transients.parts_of(action), action.kind, kept)
         return self._scripts[key]
+
+    @cached_property
+    def _last(self) -> Script:
+        return self.writer.script(self.transients.parts_of_end(self.rank), "end", frozenset())
 
     def _play(
         self,

@@ -56,7 +56,7 @@ class Peaks:
         row = self.schedule.actions[rank]
         stops = list(self._stops(rank))
         for action, stop in zip(row, stops, strict=False):
-            labels = self.transients.labels(action.stage, action.kind)
+            labels = self.transients.labels(action)
             yield labels, [stop.start + stop.course.ahead + bytes_ for bytes_ in stop.course.along]
         for stop in stops[len(row) :]:
             yield (), [stop.peak]
@@ -73,10 +73,10 @@ class Peaks:
         levels = in_flight_bytes(self.schedule, row, prices.held)
         for action, behind, after in zip(row, (*row[1:], None), levels, strict=True):
             stage, kind = action.stage, action.kind
-            course = self.transients.course(stage, kind)
+            course = self.transients.course(action)
             other, beside = beside, 0.0
             if behind is not None and action in self.schedule.paired:
-                other = self.transients.course(behind.stage, behind.kind).peak
+                other = self.transients.course(behind).peak
                 beside = max(0.0, course.peak - (base + after - before))
             yield _Stop(before, without, replace(course, ahead=course.ahead + other) if other else course)
             if stage in missing and kind in "BW":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
@@ -112,6 +113,48 @@ def kept_storages(
             frozenset(own), frozenset(late[stage] & own), frozenset(late[stage] - early)
         )
     return result
+
+
+@dataclass(frozen=True)
+class SliceStorages:
+    """What a stage holds of a microbatch, its sequence in slices: after the forward of each slice, and after
+    the backward of each, of which that of the last comes first."""
+
+    forward: tuple[frozenset[Storage], ...]
+    backward: tuple[frozenset[Storage], ...]
+
+    @property
+    def added(self) -> list[float]:
+        """Bytes that the forward of every slice adds."""
+        return [b - a for a, b in pairwise((0.0, *map(_bytes, self.forward)))]
+
+    @property
+    def freed(self) -> list[float]:
+        """Bytes that the backward of every slice frees; what later ones add to counts against it."""
+        return [b - a for a, b in pairwise((*map(_bytes, self.backward), _bytes(self.forward[-1])))]
+
+
+def kept_of_slices(program: Program, stage: int, slices: int, size_of: SizeOf) -> SliceStorages:
+    """What the slices of a microbatch leave to later slices and to backward: values that they make, or are
+    sent; keys and values, say, and going back the gradients of those, to which earlier slices add."""
+    rank, lowered = _Rank(program, size_of), program.lowered
+    rank.run(stage, ("forward",))
+    rank.run(stage, ("backward",))
+    reads: dict[tuple[str, int], set[Storage]] = {}
+    has: dict[tuple[str, int], set[Storage]] = {}
+    for part in lowered.of_stage.get(stage, ()):
+        ends = ends_of(lowered, part)
+        key: tuple[str, int] = (part.phase, part.slice)
+        reads.setdefault(key, set()).update(rank.storage[v] for v in ends.uses if v in rank.storage)
+        has.setdefault(key, set()).update(rank.storage[v] for v in ends.makes if v in rank.storage)
+    order = [*(("forward", k) for k in range(slices)), *(("backward", k) for k in reversed(range(slices)))]
+    there: set[Storage] = set()
+    result: list[frozenset[Storage]] = []
+    for at, key in enumerate(order):
+        there |= reads.get(key, set()) | has.get(key, set())
+        wanted = set[Storage]().union(*(reads.get(k, ()) for k in order[at + 1 :]))
+        result.append(frozenset(s for s in there & wanted if s[1]))
+    return SliceStorages(tuple(result[:slices]), tuple(result[: slices - 1 : -1]))
 
 
 def kept_in_order(

@@ -32,9 +32,11 @@ from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.saved_for_backward import (
     ResidentBytes,
     SavedBytes,
+    SliceStorages,
     gathered_bytes,
     gathered_ports,
     kept_by,
+    kept_of_slices,
 )
 from autoshard.simulate.segment_cache import OfSegments
 from autoshard.simulate.segment_work import Sheets
@@ -150,19 +152,33 @@ class StagePrices:
     def held(self) -> StageCosts:
         """The bytes of `costs`, without its seconds."""
         count, slices = self.schedule.stages, self.schedule.slices
-        kept = [self.kept[s] for s in range(count) for _ in range(slices)]
-        shares = self.slice_shares * count
+        kept = [self.kept[s] for s in range(count)]
+        held, weight, made = ([getattr(k, n) for k in kept] for n in ("held", "weight", "made"))
+        freed: list[float] = []
+        if slices > 1:  # backward is not split
+            beside = [self.parts.beside(s) * share for s in range(count) for share in self.slice_shares]
+            parts = [self.kept_of_slices[s] for s in range(count)]
+            held = [x + y for x, y in zip((x for p in parts for x in p.added), beside, strict=True)]
+            freed = [x + y for x, y in zip((x for p in parts for x in p.freed), beside, strict=True)]
+            weight = made = [0.0] * len(held)
         nothing, hops = (0.0,) * (count * slices), (0.0,) * ((count - 1) * slices)
         return StageCosts(
             *(nothing,) * 4,
             hops,
             hops,
-            held=tuple(k.held * share for k, share in zip(kept, shares, strict=True)),
-            held_weight=tuple(k.weight * share for k, share in zip(kept, shares, strict=True)),
+            held=tuple(held),
+            held_weight=tuple(weight),
             base=tuple(state.total for state in self.states),
             update=(0.0,) * self.schedule.ranks,
-            made_weight=tuple(k.made * share for k, share in zip(kept, shares, strict=True)),
+            made_weight=tuple(made),
+            freed=tuple(freed),
         )
+
+    @cached_property
+    def kept_of_slices(self) -> tuple[SliceStorages, ...]:
+        """What every stage keeps of the slices of a microbatch."""
+        slices, size_of = self.schedule.slices, self.pricer.bytes_of
+        return tuple(kept_of_slices(self.program, s, slices, size_of) for s in range(self.schedule.stages))
 
     @property
     def slice_shares(self) -> tuple[float, ...]:

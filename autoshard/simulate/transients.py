@@ -12,6 +12,7 @@ from autoshard.ir.collectives import exact_transfer
 from autoshard.ir.lowered import Instruction, StagePart, uses_of
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
+from autoshard.schedules.schedule import Action
 from autoshard.simulate.equivalent_parts import likeness
 from autoshard.simulate.framework_saved import Keeping
 from autoshard.simulate.in_flight import Messages, OnTheWay, turn_of
@@ -58,37 +59,36 @@ class Transients:
     def __init__(self, program: Program, sheets: Sheets) -> None:
         self.program, self.sheets = program, sheets
         self.owner = (0,) if program.stages is None else program.stages.schedule.owner
-        self._known: dict[tuple[int, str], Course] = {}
+        self._known: dict[tuple[int, str, int], Course] = {}
         self._alike: dict[Hashable, Course] = {}
         self._inside: dict[Hashable, _Inside] = {}
         self._in_turn: dict[str, frozenset[str]] = {}
         self._storages: dict[int, Mapping[str, Storage]] = {}
         self.results = set(program.lowered.results)
+        #: whether microbatches are divided into slices of the sequence
+        self.sliced = any(p.slice for p in program.lowered.parts)
         buffers = sheets.behaviour.gradient_buffers
         stages = range(len(self.owner)) if buffers else ()
         self.summed = frozenset(v for stage in stages for v in accumulated(program, stage))
 
-    def of(self, stage: int, kind: str) -> float:
-        """Bytes that the rank holds more at the peak of an action (F, B, I or W) than as it begins."""
-        return self.course(stage, kind).peak
-
-    def course(self, stage: int, kind: str) -> Course:
-        """Of an action."""
-        key = (stage, kind)
+    def course(self, action: Action) -> Course:
+        """Of an action; the same for all microbatches."""
+        key = (action.stage, action.kind, action.slice)
         if key not in self._known:
-            parts = self.parts_of(stage, kind)
-            result = self._course(parts, kind) if parts else _NOTHING
+            parts = self.parts_of(action)
+            result = self._course(parts, action.kind) if parts else _NOTHING
             self._known[key] = replace(result, ahead=self.ahead(parts))
         return self._known[key]
 
-    def labels(self, stage: int, kind: str) -> tuple[str, ...]:
+    def labels(self, action: Action) -> tuple[str, ...]:
         """What calls the instructions of an action, in their order."""
-        items = (i for p in self.parts_of(stage, kind) for i in self.program.lowered.of(p))
+        items = (i for p in self.parts_of(action) for i in self.program.lowered.of(p))
         return tuple(i.label if isinstance(i, Call) else i.op for i in items)
 
-    def parts_of(self, stage: int, kind: str) -> list[StagePart]:
+    def parts_of(self, action: Action) -> list[StagePart]:
         """What an action runs."""
-        return [p for p in self.program.lowered.of_stage.get(stage, ()) if p.phase in _PHASES[kind]]
+        parts = self.program.lowered.of_stage.get(action.stage, ())
+        return [p for p in parts if p.phase in _PHASES[action.kind] and p.slice == action.slice]
 
     def end(self, rank: int) -> float:
         """Bytes that a pipeline rank holds more while it reduces gradients, after all its microbatches."""
@@ -142,7 +142,7 @@ class Transients:
 
         key = (kind == "F", likeness(items, lowered.values, marks))
         if key not in self._alike:
-            freed = there if kind != "F" else frozenset[Storage]()
+            freed = there if kind != "F" or self.sliced else frozenset[Storage]()
             self._alike[key] = self._walk(items, storage, staying, freed, arriving)
         return self._alike[key]
 
@@ -324,18 +324,21 @@ class Transients:
     ) -> frozenset[Storage]:
         """What is still needed when the action has ended: results, what is sent, what later parts read.
 
-        Backward goes from the last stage to the first.
+        Backward goes from the last stage to the first, and from the last slice to the first.
         """
-        stage = parts[0].stage
+        stage, number = parts[0].stage, parts[0].slice
         own = self.owner[stage]
 
         def still_reads(part: StagePart) -> bool:
             if part in parts:
                 return False
-            over = kind != "F" and (
-                part.phase in ("forward", "gather", "count")
-                or (part.phase == "backward" and part.stage > stage)
-            )
+            here = part.stage == stage
+            if kind == "F":
+                over = part.phase == "forward" and here and part.slice < number
+            else:
+                over = part.phase in ("forward", "gather", "count") or (
+                    part.phase == "backward" and (part.stage > stage or (here and part.slice > number))
+                )
             return self.owner[part.stage] != own or not over
 
         new = {v for part in parts for v in (*self._makes[part], *self._uses[part])}
@@ -347,15 +350,19 @@ class Transients:
         self, parts: Sequence[StagePart], kind: str, storage: Mapping[str, Storage]
     ) -> tuple[frozenset[Storage], frozenset[Storage]]:
         """(what the rank holds as the action begins, what arrives from other ranks), of what it reads."""
-        own = self.owner[parts[0].stage]
+        own, number = self.owner[parts[0].stage], parts[0].slice
 
         def mine(part: StagePart) -> bool:
             return self.owner[part.stage] == own and part not in parts
 
+        def had(part: StagePart) -> bool:
+            before = kind != "F" or (part.stage == parts[0].stage and part.slice < number)
+            return part.phase == "forward" and before and mine(part)
+
         def is_held(value: str) -> bool:
             if value in self._ports or any(map(mine, self._makers.get(value, ()))):
                 return True
-            return kind != "F" and any(p.phase == "forward" and mine(p) for p in self._users.get(value, ()))
+            return any(map(had, self._users.get(value, ())))
 
         uses = {v for part in parts for v in self._uses[part]}
         held = set(filter(is_held, uses))

@@ -15,7 +15,7 @@ from autoshard.ir.statements import Statement
 from autoshard.passes.partition.insert_collectives import collective_node
 from autoshard.passes.sequence.slice_attention import attend, attend_backward
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS, SlicedStatement
-from autoshard.passes.sequence.slice_values import cut, full_along, join, sliced_value, total
+from autoshard.passes.sequence.slice_values import cut, full_along, join, moved_off, sliced_value, total
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import LocalCall, MeshShape
 
@@ -141,8 +141,9 @@ class SliceEmitter:
 
     # -- values ------------------------------------------------------------------------------------------
 
-    def whole(self, inner: str, value: str) -> str:
-        """The name, in the group, of all of a value: put together of its slices if it is divided."""
+    def whole(self, inner: str, value: str, *, result: bool = False) -> str:
+        """The name, in the group, of all of a value: put together of its slices if it is divided. result: the
+        caller alone takes it, in whichever layout."""
         placed = self.of.place(value)
         if inner in self.group.made or placed == R or value in self.have:
             return self.given(inner, value, self.of.values[value])
@@ -158,11 +159,16 @@ class SliceEmitter:
         haves, bare = [self.of.sliced(value, placed, k) for k in range(len(parts))], full_along(new, placed)
         if bare == new:
             return join(parts, haves, placed, new, add)
+        moved = moved_off(new, bare, placed.dim, self.of.mesh.sizes) if result else None
+        bare = moved or bare
         whats = [self.of.sliced_as(bare, placed, value, k) for k in range(len(parts))]
         gathered = [
             self._move(p, have, what, inner, value, f"_all{k}")
             for k, (p, have, what) in enumerate(zip(parts, haves, whats, strict=True))
         ]
+
+        if moved is not None:
+            return join(gathered, whats, placed, bare, add)
 
         def beside(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
             return self.added(inner, value, op, args, what, f"_whole{end}_all")
@@ -208,11 +214,12 @@ class SliceEmitter:
         """Bring a value into another layout: what is divided over axes together, then what is whole apart."""
         at = have.layout
         axes = [k for k in reversed(range(len(at))) if isinstance(at[k], Shard) and want.layout[k] == R]
-        axes += [k for k in range(len(at)) if at[k] == R and isinstance(want.layout[k], Shard)]
+        both = [k for k in range(len(at)) if isinstance(want.layout[k], Shard) and at[k] != want.layout[k]]
+        axes += [k for k in both if at[k] != R] + [k for k in both if at[k] == R]
         for k in axes:
             to: Placement = want.layout[k]
             target: Layout = (*at[:k], to, *at[k + 1 :])
-            kind: TransferKind = "all_gather" if to == R else "slice"
+            kind: TransferKind = "all_gather" if to == R else "slice" if at[k] == R else "all_to_all"
             last = end if k == axes[-1] else f"{end}_{self.of.mesh.names[k]}"
             own = self.inner(inner, last)
             if own not in self.group.made:

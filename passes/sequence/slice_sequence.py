@@ -103,7 +103,7 @@ class _Slicer:
             emitter.run(way, number)
             for inner, value in zip(statement.node.outs, statement.makes, strict=True):
                 if value in self.joined and number == last:
-                    emitter.whole(inner, value)
+                    emitter.whole(inner, value, result=True)
 
     def _emitter(self, group: PartStatements, part: StagePart, statement: Statement) -> SliceEmitter:
         have = self.have.setdefault(part.stage, set())

@@ -81,6 +81,24 @@ def full_along(value: PlacedValue, placed: Shard) -> PlacedValue:
     return PlacedValue(value.type, tuple(p if apart(p) else R for p in value.layout))
 
 
+def moved_off(value: PlacedValue, bare: PlacedValue, dim: int, sizes: Sequence[int]) -> PlacedValue | None:
+    """The value with those axes that divide its sequence on another dim; None if no other has room for all.
+
+    bare: see `full_along`. dim: of the sequence. sizes: of the mesh axes.
+    """
+    layout, shape = list(bare.layout), value.type.shape
+    for axis, (before, after) in enumerate(zip(value.layout, bare.layout, strict=True)):
+        if before == after:
+            continue
+        for other in reversed([d for d in range(len(shape)) if d != dim]):
+            layout[axis] = Shard(other)
+            if shape[other] % sizes[axis] == 0 and layout_ok(shape, tuple(layout), sizes):
+                break
+        else:
+            return None
+    return PlacedValue(value.type, tuple(layout))
+
+
 def cut(
     value: str, have: PlacedValue, placed: Shard, number: int, made: PlacedValue, slices: Slices, add: Add
 ) -> str:

@@ -17,19 +17,21 @@ from hypothesis import strategies as st
 from pipelines import PIECE, cuts_of
 from ranks import HERE, run_ranks
 from sampling import examples
-from sliced import SEQ, model_and_batch, planned, program_of
+from sliced import SEQ, analysed, model_and_batch, planned, program_of, source
 from stage_run import StageRun
 from typer.testing import CliRunner
 
 import autoshard
 from autoshard.api import compile_analysed
 from autoshard.cli.main import app
-from autoshard.cluster import load_cluster
+from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Origin, Ref
 from autoshard.ir.boundaries import check_parts, ends_of
 from autoshard.ir.lowered import StagePart
+from autoshard.ir.placement import Shard
 from autoshard.ir.slices import Slices
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.store import load_program, save_program
@@ -42,6 +44,8 @@ from autoshard.schedules.seq1f1b import seq1f1b
 from autoshard.schedules.spec import PipeSize, StepTimes
 from autoshard.schedules.timeline import StageCosts, simulate
 from autoshard.search.plan.plan import Cut, Pipeline, Recompute
+from autoshard.search.problem.pins import Pin
+from autoshard.search.select.request import SearchRequest
 from autoshard.simulate.slices import in_slices, of_equal_work, pairs_of
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
@@ -258,13 +262,29 @@ def test_slices_of_unequal_lengths(name: str, mesh: str) -> None:
         _check(program, name, 2)
 
 
+@pytest.mark.parametrize("parts", [(), (3, 1)])
+def test_logits_along_the_sequence_are_joined_along_the_vocabulary(parts: tuple[int, ...]) -> None:
+    """What the caller takes is gathered nowhere: ranks hold unlike places of each slice."""
+    pins = SearchRequest(pins=(Pin.parse("lm_head=tp:S(1)"),))
+    on = [Mesh.parse("tp=2")], load_cluster("cpu-gloo")
+    found = plan_analysed(analysed("llama-deep"), *on, request=pins, reasons=False)
+    cuts = cuts_of(found.analysis.folded, 2)
+    plan = replace(found.plan, pipeline=Pipeline(2, 0, "seq1f1b", 1, cuts, 2, parts), microbatches=2)
+    program = compile_analysed(replace(found, plan=plan, source=source("llama-deep")))
+    logits = next(r.value for r in program.signature.results if r.kind == "output" and r.target == "1")
+    assert program.lowered.values[logits].layout == (Shard(2),)
+    _check(program, "llama-deep", 2)
+    assert verify_static(program).ok
+
+
 def test_unequal_slices_are_read_back(tmp_path: Path) -> None:
     program = program_of("llama-deep", 2, "tp=2", 3, 2, parts=(5, 2, 1))
     save_program(program, tmp_path / "program")
     assert load_program(tmp_path / "program").stages == program.stages
     prices = StagePrices(program, load_cluster("cpu-gloo"))
     assert prices.slice_shares == (5 / 8, 2 / 8, 1 / 8)
-    assert prices.costs.held[:3] == pytest.approx([prices.kept[0].held * s for s in prices.slice_shares])
+    held = prices.kept[0].held
+    assert prices.costs.held[:3] == pytest.approx([held * s for s in prices.slice_shares], 0.01)
     wrong = replace(program, stages=replace(program.stages, parts=(2, 5, 1)))  # type: ignore[type-var]
     assert not verify_static(wrong).ok
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from pipelines import pipeline
 from planned import program as one_stage
+from sliced import program_of as sliced
 
 from autoshard.cluster import Cluster, load_cluster
+from autoshard.ir.boundaries import ends_of
 from autoshard.program.program import Program
+from autoshard.runtime.executor import Values
 from autoshard.schedules.registry import make
+from autoshard.schedules.timeline import in_flight_bytes
 from autoshard.simulate.allocations import allocations, reserved, shortened
 from autoshard.simulate.caching_allocator import CachingAllocator, Event, Reserved
 from autoshard.simulate.device_memory import communicator_bytes, device_memory
@@ -112,6 +117,8 @@ def most(events: Iterable[Event]) -> float:
         lambda: pipeline("llama-deep", 2, "dp=2", "1f1b", 8),
         lambda: pipeline("llama-deep", 2, "fsdp=2", "gpipe", 4),
         lambda: pipeline("gpt2", 2, "tp=2", "zb-h1", 6),
+        lambda: sliced("llama", 2, "dp=1", 4, 3),
+        lambda: sliced("gpt2", 2, "tp=2", 3, 2, (3, 3, 2)),
     ],
 )
 def test_what_lives_adds_up_to_the_peak(program: object) -> None:
@@ -119,6 +126,30 @@ def test_what_lives_adds_up_to_the_peak(program: object) -> None:
     peaks = peaks_of(program())
     for rank, (_, peak) in enumerate(peaks.all):
         assert most(allocations(peaks, rank)) == pytest.approx(peak, rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "parts"), [("llama", (2, 1, 1)), ("gpt2", (1, 1, 2)), ("llama-deep", ())])
+def test_slices_hold_what_later_parts_use(name: str, parts: tuple[int, ...]) -> None:
+    """Counted as a rank counts: a value of a microbatch goes when the last part that uses it has run."""
+    program = sliced(name, 2, "dp=1", len(parts) or 4, 3, parts)
+    peaks = peaks_of(program)
+    prices, lowered = peaks.prices, program.lowered
+    for rank, row in enumerate(prices.schedule.actions):
+        storage = peaks.transients.storages_of(rank)
+        mine = [p for p in lowered.parts if p.stage == rank and p.phase in ("forward", "backward")]
+        uses = Counter(v for p in mine for v in ends_of(lowered, p).uses)
+        envs: dict[int, Values] = {}
+        levels = in_flight_bytes(prices.schedule, row, prices.held)
+        for action, level in zip(row, levels, strict=True):
+            env = envs.setdefault(action.microbatch, Values(uses))
+            for part in peaks.transients.parts_of(action):
+                ends = ends_of(lowered, part)
+                env.update((v, storage[v]) for v in (*ends.uses, *ends.makes) if v in uses)
+                for value in ends.uses:
+                    env.used(value)
+            held = {s for key, each in envs.items() for s in ((key, v) for v in each.values())}
+            assert level == pytest.approx(sum(size for _, (_, size) in held), rel=1e-12, abs=1e-6)
+        assert level == pytest.approx(0.0, abs=1e-6)
 
 
 def test_equal_cycles_are_run_a_few_times() -> None:

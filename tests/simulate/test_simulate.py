@@ -36,6 +36,7 @@ from autoshard.ir.views import VIEWS
 from autoshard.passes.pipeline import LoweringOptions
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
+from autoshard.schedules.schedule import Action
 from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops, product_flops, unfused
@@ -537,14 +538,18 @@ def test_a_layer_that_runs_again_whole_takes_longer(monkeypatch: pytest.MonkeyPa
     )
     assert whole.spent.compute > needed.spent.compute
     plain = one_stage("llama-deep", "dp=1")
-    inside = [Transients(p, simulated(p, CPU)[1].sheets).of(0, "B") for p in (program, plain)]
+    inside = [
+        Transients(p, simulated(p, CPU)[1].sheets).course(Action("B", 0, 0)).peak for p in (program, plain)
+    ]
     assert inside[0] > inside[1] > 0  # a layer is made again while backward runs
 
 
 def test_what_stays_inside_a_kernel_takes_no_memory() -> None:
     program = one_stage("gpt2", "dp=1")
     peaks = [
-        Transients(program, simulated(program, CPU, behaviour=Behaviour(fused=fused))[1].sheets).of(0, "F")
+        Transients(program, simulated(program, CPU, behaviour=Behaviour(fused=fused))[1].sheets)
+        .course(Action("F", 0, 0))
+        .peak
         for fused in (True, False)
     ]
     assert 0 < peaks[0] <= peaks[1]
