@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoshard.interop.weights import LoadedWeights, load_weights
     from autoshard.options import PassOptions, PlanOptions
     from autoshard.planner.length_plans import LengthPlans
-    from autoshard.planner.planning import Planned
+    from autoshard.planner.planned import Planned
     from autoshard.rules.user import UserRule, rule
     from autoshard.runtime.checkpoints import Checkpoints
     from autoshard.runtime.groups import init_process_group

@@ -22,7 +22,7 @@ from autoshard.planner.compiling import compile_analysed, ranks_of, request_of
 from autoshard.planner.length_plans import LengthPlans, LengthShare, most_frequent, resized_inputs
 from autoshard.planner.length_range import LengthRange, RangePlan
 from autoshard.planner.lowering import full_mesh
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.planner.source import Progress, Source, options_of
 from autoshard.program.program import Program
 from autoshard.program.store import folder_for, load_program, save_program

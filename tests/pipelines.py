@@ -15,7 +15,8 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Folded
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.planner.source import Progress, Source
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Cut, Pipeline

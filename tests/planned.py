@@ -13,7 +13,8 @@ from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 
 

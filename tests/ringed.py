@@ -14,7 +14,8 @@ from planned import analysed
 from autoshard.api import compile_analysed
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir.collectives import is_ring
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.problem.pins import Pin
 from autoshard.search.select.request import SearchRequest

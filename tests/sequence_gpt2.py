@@ -11,7 +11,7 @@ from sequence_llama import prompt_cluster
 from torch import nn
 
 from autoshard.api import compile_analysed, plan
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Recompute
 

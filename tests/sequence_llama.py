@@ -11,7 +11,7 @@ from torch import nn
 
 from autoshard.api import plan
 from autoshard.cluster import Cluster
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 
 #: products as Megatron-LM divides them
 PINS = (

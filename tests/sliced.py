@@ -14,7 +14,8 @@ from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.planner.source import Source
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Pipeline

@@ -12,7 +12,7 @@ from autoshard.errors import UsageError
 if TYPE_CHECKING:
     from autoshard.cli.folders import Request
     from autoshard.cluster.cluster import Cluster
-    from autoshard.planner.planning import Planned
+    from autoshard.planner.planned import Planned
     from autoshard.program.program import Program
     from autoshard.search.plan.plan import Plan
 
@@ -85,7 +85,7 @@ class Opener:
         """
         from autoshard.cluster import load_cluster
         from autoshard.interop.targets import build, load_rules
-        from autoshard.planner.planning import Planned
+        from autoshard.planner.planned import Planned
         from autoshard.planner.source import Source, options_of
         from autoshard.runtime.arguments import split_inputs
 

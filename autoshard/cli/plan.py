@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoshard.cluster import Cluster, Mesh
     from autoshard.planner.length_plans import LengthPlans
     from autoshard.planner.length_range import LengthRange, RangePlan
-    from autoshard.planner.planning import Planned
+    from autoshard.planner.planned import Planned
     from autoshard.report.summary import Decision, PlanSummary
 
 _MOST_PARAMETERS = 16

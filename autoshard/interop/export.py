@@ -14,7 +14,7 @@ from autoshard.interop.tp_plan import tp_plan_text
 from autoshard.runtime.arguments import split_inputs
 
 if TYPE_CHECKING:
-    from autoshard.planner.planning import Planned
+    from autoshard.planner.planned import Planned
 
 FORMATS = ("torch", "tp-plan")
 

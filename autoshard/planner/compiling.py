@@ -16,7 +16,8 @@ from autoshard.options import PassOptions, PlanOptions, options_from
 from autoshard.passes.simplify.batch_terms import NO_TERMS
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.lowering import DEFAULT, lower_plan
-from autoshard.planner.planning import Planned, PlanningRequest
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import PlanningRequest
 from autoshard.planner.source import Progress
 from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.holders import holders_of

@@ -19,7 +19,8 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.compiling import compile_analysed, options_on, stored_parameters
-from autoshard.planner.planning import Planned, PlanningRequest
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import PlanningRequest
 from autoshard.planner.source import Source
 from autoshard.program.program import Program
 from autoshard.runtime.local_batch import batch_leaves

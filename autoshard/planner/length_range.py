@@ -19,7 +19,8 @@ from autoshard.planner.analysis import Analysis
 from autoshard.planner.compiling import compile_analysed, options_on
 from autoshard.planner.length_plans import resized_inputs
 from autoshard.planner.lowering import lower_plan
-from autoshard.planner.planning import MOST_REPLANS, Planned, PlanningRequest
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import MOST_REPLANS, PlanningRequest
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.planner.source import Source
 from autoshard.program.program import Program

@@ -17,7 +17,7 @@ from autoshard.options import Differentiate, PassOptions, PlanOptions
 from autoshard.planner.compiling import cluster_of, compile_analysed, options_on, request_of
 from autoshard.planner.length_plans import LengthShare, most_frequent, plan_lengths, resized_inputs
 from autoshard.planner.lowering import full_mesh, schedule_of
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.planner.source import Progress, Source
 from autoshard.program.program import Program

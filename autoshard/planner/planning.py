@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
 
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.orthogonal import without_tables
 from autoshard.cost.recipe import hosted, recipe_named
-from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
+from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.placement import Layout, parse_placement
 from autoshard.ir.units import bytes_text
 from autoshard.options import PlanOptions
+from autoshard.planner.alternatives import Alternative, Alternatives, same_as
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.candidates import candidate_meshes, check_pipeline, check_products, given_mesh
 from autoshard.planner.host_memory import check_states
-from autoshard.planner.memory_fit import MemoryFitter, Peak
+from autoshard.planner.memory_fit import MemoryFitter
+from autoshard.planner.planned import Planned
 from autoshard.planner.source import Progress, Source
-from autoshard.planner.stage_partition import Staging
-from autoshard.schedules.registry import lookup
-from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of, experts_of, tokens_of
 from autoshard.search.problem.rescale_batch import distinct_batch
@@ -35,8 +33,7 @@ from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.search.solve.configuration import Staged, microbatch_sizes
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.param_costs import whole_state
-from autoshard.simulate.device_memory import DeviceMemory, device_memory
-from autoshard.simulate.peaks import Peaks
+from autoshard.simulate.device_memory import device_memory
 
 #: tokens of a tile on a rank, where a plan needs tiles: products of so many rows reach their full rate
 TILE_ROWS = 2048
@@ -46,51 +43,6 @@ _OFFLOADED = ("activations", "activations,optimizer", "activations,parameters")
 _FULL = 0.9
 #: how often a plan is made again with less memory, at most
 MOST_REPLANS = 3
-#: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
-_EXPERT_CHUNKS, _WORTH = (1, 2, 4), 5e-3
-#: runners-up whose programs are compared, and as how many times as long their steps may be priced
-_MOST_RUNNERS_UP, _NEAR = 3, 1.15
-#: as how many times as long a step in one piece may take, for chunks to be tried
-_CLOSE = 1.05
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan and the analysed model it is for.
-
-    The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
-    saves `compile` from capturing it again if that is the plan's microbatch. solution: what the plan is
-    thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
-    staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
-    where no limit was set. peaks: makes its program anew and looks at all ranks. device: what a process takes
-    of its device, see `planned_for_device`.
-    """
-
-    plan: Plan
-    analysis: Analysis = field(repr=False)
-    cluster: Cluster = field(repr=False)
-    solution: CandidateSolution | None = field(default=None, repr=False)
-    source: Source | None = field(default=None, repr=False)
-    staging: Staging | None = field(default=None, repr=False)
-    peak: Peak | None = field(default=None, repr=False)
-    peaks: Callable[[], Peaks] | None = field(default=None, repr=False)
-    device: DeviceMemory | None = None
-
-    def of_microbatch(self, say: Progress) -> Planned:
-        """The same, with the analysis of one microbatch of the plan: captured again if need be.
-
-        Raises VerificationError without a source to capture.
-        """
-        batch, captured = self.plan.batch, batch_of(self.analysis.folded)
-        if batch in (0, captured):
-            return self
-        if self.source is None:
-            raise VerificationError(
-                f"the plan is for microbatches of {batch} sequences, the capture has {captured}",
-                hint="compile with example inputs of one microbatch",
-            )
-        source = self.source.with_batch(self.analysis, batch)
-        return replace(self, analysis=source.analysed(say), source=source)
 
 
 def _layout(text: str) -> Layout:
@@ -145,7 +97,7 @@ class PlanningRequest:
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
         result = self.planned_from(source, source.analysed(self.progress))
-        return [*self._with_expert_chunks(result), result][0]
+        return [*(plan for _, plan in self._faster(result)), result][0]
 
     def planned_for_device(self, source: Source) -> Planned:
         """The same with what a process takes of its device. Where that is too much even with segments that
@@ -180,17 +132,16 @@ class PlanningRequest:
             else:
                 break  # the plan before stands, and its device says that it does not fit
         fits = result.device is None or not result.device.missing
-        for faster in request._with_expert_chunks(result) if fits else ():
-            chunked, smaller = self._on_device(faster), request
+        for alternative, faster in request._faster(result) if fits else ():
+            other, smaller = self._on_device(faster), request
             held = request.memory or self.memory
-            if held and chunked.device is not None and chunked.device.missing and not self.options.memory:
-                smaller = replace(request, memory=held - chunked.device.missing)
-                assert faster.source is not None
-                smaller_plan = smaller._in_expert_chunks(faster, faster.source.expert_chunks)
-                if smaller_plan is not None and _faster(smaller_plan, result):
-                    chunked = self._on_device(smaller_plan)
-            if chunked.device is None or not chunked.device.missing:
-                result, request = chunked, smaller
+            if held and other.device is not None and other.device.missing and not self.options.memory:
+                smaller = replace(request, memory=held - other.device.missing)
+                smaller_plan = smaller._replanned(faster, alternative)
+                if smaller_plan is not None and smaller_plan.is_faster(result):
+                    other = self._on_device(smaller_plan)
+            if other.device is None or not other.device.missing:
+                result, request = other, smaller
                 break
         if request.memory == self.memory:
             return result
@@ -212,85 +163,33 @@ class PlanningRequest:
         self.progress("simulating the allocator")
         return replace(planned, device=device_memory(planned.peaks()))
 
-    def _with_expert_chunks(self, planned: Planned) -> list[Planned]:
-        """Plans with the tokens of experts in chunks, on the same mesh and on runners-up that divide experts
-        among another number of ranks, or in a pipeline beside another microbatch. Each is faster than the
-        next and the last faster than this one, by their programs; the options may say in how many chunks."""
-        source = planned.source
-        assert source is not None
-        if self.options.expert_chunks or source.expert_chunks > 1 or not _simulated(planned):
-            return []
-        best = [planned]
-        same = _same_as(self._candidates(planned.analysis), planned) if _exchanges(planned) else []
-        others = islice(self._runners_up(planned), _MOST_RUNNERS_UP)
-        trials = [(same, _EXPERT_CHUNKS[1:])] if same else []
-        for meshes, several in (*trials, *((other, _EXPERT_CHUNKS) for other in others)):
-            for chunks in several:
-                result = self._in_expert_chunks(planned, chunks, meshes)
-                if result is None:
-                    break
-                if _faster(result, best[0]):
-                    best.insert(0, result)
-                elif chunks > 1 or _step_of(result) > _CLOSE * _step_of(best[0]):
-                    break
-        paired = self._in_pairs(planned) if same else None
-        if paired is not None and _faster(paired, best[0]):
-            best.insert(0, paired)
-        return best[:-1]
+    def _faster(self, planned: Planned) -> list[tuple[Alternative, Planned]]:
+        """Other ways to run a plan that are faster, see `Alternatives`."""
+        return Alternatives(
+            planned,
+            self.options,
+            not isinstance(self.where, Mesh),
+            lambda options: replace(self, options=options)._candidates(planned.analysis),
+            partial(self._replanned, planned),
+        ).faster()
 
-    def _in_pairs(self, planned: Planned) -> Planned | None:
-        """The plan of a pipeline with forwards that run as one with backwards, None where there is none."""
-        pipeline, options = planned.plan.pipeline, self.options
-        overlapped = "" if pipeline is None or options.schedule else lookup(pipeline.schedule).overlapped
-        if pipeline is None or not overlapped:
-            return None
-        new = replace(self, options=replace(options, schedule=overlapped, chunks=pipeline.chunks))
-        meshes = _same_as(new._candidates(planned.analysis), planned)
-        new.progress(f"planning with forwards beside backwards on pp={pipeline.ranks},{meshes[0].mesh}")
-        return new._replanned(planned, planned.plan.expert_chunks or 1, meshes)
-
-    def _runners_up(self, planned: Planned) -> Iterator[list[Staged]]:
-        """The best other meshes without a pipeline that divide experts, each among another number of ranks,
-        whose step was thought to take little longer."""
-        solution = planned.solution
-        if isinstance(self.where, Mesh) or solution is None:
-            return
-        candidates = {str(s.mesh): s for s in self._candidates(planned.analysis) if s.ranks == 1}
-        config = solution.configuration
-        known = {1} if config.pipe.ranks > 1 else {1, _expert_ranks(config.mesh)}
-        for rejected in sorted(solution.rejected, key=lambda r: r.seconds):
-            other = candidates.get(rejected.name.split()[0])
-            if other is None or rejected.seconds > _NEAR * solution.placements.seconds:
-                continue
-            ranks = _expert_ranks(other.mesh)
-            if ranks not in known:
-                known.add(ranks)
-                yield [other]
-
-    def _in_expert_chunks(
-        self, planned: Planned, chunks: int, meshes: Sequence[Staged] = ()
-    ) -> Planned | None:
-        """A plan with the tokens of experts in so many chunks; None if sequences do not divide or none fits.
-        meshes: where; left out, on the same."""
-        meshes = meshes or _same_as(self._candidates(planned.analysis), planned)
-        self.progress(f"planning with the tokens of experts in {chunks} chunks on {meshes[0].mesh}")
-        return self._replanned(planned, chunks, meshes)
-
-    def _replanned(self, planned: Planned, chunks: int, meshes: Sequence[Staged]) -> Planned | None:
-        """A plan of the same batch on some meshes, None if none fits."""
-        source, plan = planned.source, planned.plan
-        assert source is not None
+    def _replanned(self, planned: Planned, new: Alternative) -> Planned | None:
+        """A plan of the same batch that runs in another way, None if none fits."""
+        plan, analysis = planned.plan, planned.analysis
+        self.progress(f"planning with {new.text}")
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
-        chunked = replace(source, expert_chunks=chunks)
+        searcher = replace(self, options=new.options)
         try:
-            analysis = planned.analysis
-            if chunks > 1:
-                analysis = chunked.analysed_from(analysis.captured, self.progress)
-            result = self._searched(chunked, analysis, meshes, request, Searches(), planned.solution)
+            if new.source != planned.source:
+                analysis = new.source.analysed_from(analysis.captured, self.progress)
+            among = planned.solution
+            result = searcher._searched(new.source, analysis, new.meshes, request, Searches(), among)
         except (UsageError, InfeasibleError):
             return None
-        warnings = tuple(dict.fromkeys((*result.plan.warnings, *plan.warnings)))
+        assert planned.source is not None
+        alike = new.source.tile_rows == planned.source.tile_rows  # a warning says why there are tiles
+        warnings = tuple(dict.fromkeys((*result.plan.warnings, *(plan.warnings if alike else ()))))
         return replace(result, plan=replace(result.plan, warnings=warnings))
 
     def planned_from(self, source: Source, analysis: Analysis, searches: Searches | None = None) -> Planned:
@@ -316,7 +215,7 @@ class PlanningRequest:
             except InfeasibleError as error:
                 last = error
                 continue
-            if best is None or _step_of(result) < _step_of(best):
+            if best is None or result.step < best.step:
                 warning = f"planned with {text}: nothing fits the memory without tiles"
                 if self.batch is None and (batch := batch_of(analysis.folded)) > 1:
                     several = f"global_batch={batch} (--global-batch)"
@@ -375,7 +274,7 @@ class PlanningRequest:
         request = replace(self.request, batch=planned.plan.microbatches, baselines=False)
         try:
             return self._searched(
-                source, alone, _same_as(meshes, planned), request, searches, planned.solution
+                source, alone, same_as(meshes, planned), request, searches, planned.solution
             )
         except InfeasibleError:
             # what was about to fill the memory fills it now
@@ -442,47 +341,10 @@ def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
     return parse_tactics(text, where)
 
 
-def _same_as(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
-    """The mesh and the microbatch that were found, and the pipelines it may have."""
-    assert planned.solution is not None
-    config = planned.solution.configuration
-    same = [s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks]
-    # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
-    return [replace(s, batches=(config.batch,)) for s in (*same, Staged(config.mesh))[:1]]
-
-
-def _faster(planned: Planned, other: Planned) -> bool:
-    """Whether a plan is faster by its program, by more than that may be off."""
-    return _step_of(planned) < (1 - _WORTH) * _step_of(other)
-
-
-def _expert_ranks(mesh: Mesh) -> int:
-    """Among how many ranks an axis for them divides experts."""
-    return math.prod(axis.size for axis in mesh.axes if axis.meaning.divides_experts)
-
-
-def _simulated(planned: Planned) -> bool:
-    """Whether the program of a plan was simulated."""
-    return planned.peak is not None and planned.peak.step is not None
-
-
-def _exchanges(planned: Planned) -> bool:
-    """Whether ranks exchange the tokens of experts."""
-    rules, nodes = planned.analysis.rules, planned.plan.nodes
-    return any(rules[k].exchanged(s.inputs, s.outputs) is not None for k, s in nodes.items())
-
-
 def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:
     """The same without microbatches of a single sequence. total: sequences of a step."""
     larger = [[b for b in s.batches or microbatch_sizes(s.mesh, total) if b > 1] for s in meshes]
     return [replace(s, batches=tuple(b)) for s, b in zip(meshes, larger, strict=True) if b]
-
-
-def _step_of(planned: Planned) -> float:
-    """Seconds of a step, simulated where that was done."""
-    assert planned.solution is not None
-    step = None if planned.peak is None else planned.peak.step
-    return planned.solution.placements.seconds if step is None else step
 
 
 def _among(solution: CandidateSolution, all_: CandidateSolution) -> CandidateSolution:

@@ -13,7 +13,8 @@ from autoshard.ir.offload import Offload
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.candidates import given_mesh
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.report.summary import PlanSummary, summarise
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin

@@ -53,14 +53,18 @@ def lookup(name: str) -> ScheduleSpec:
     return SCHEDULES[name]
 
 
+def sliced() -> tuple[str, ...]:
+    """Those that divide sequences."""
+    return tuple(name for name, spec in SCHEDULES.items() if spec.sliced)
+
+
 def check_slices(name: str, slices: int) -> None:
     """Raises UsageError for an unknown name, or more than one slice where the schedule has no slices."""
     if slices != 1 and not lookup(name).sliced:
-        able = ", ".join(n for n, result in SCHEDULES.items() if result.sliced)
         raise UsageError(
             f"{name} does not divide sequences, and slices={slices} was asked for",
             where=f"schedule {name}",
-            hint=f"leave slices out, or use {able}",
+            hint=f"leave slices out, or use {', '.join(sliced())}",
         )
 
 

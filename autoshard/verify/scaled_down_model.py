@@ -22,7 +22,7 @@ from autoshard.errors import AutoshardError, UsageError
 from autoshard.interop.huggingface import load_hf_config
 from autoshard.interop.targets import is_config
 from autoshard.ir import Call
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.plan.plan_json import plan_from_json

@@ -20,7 +20,7 @@ from autoshard.interop.targets import build
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.compiling import request_of
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.planner.source import Source
 from autoshard.report.summary import PlanSummary, summarise
 from autoshard.runtime.arguments import split_inputs

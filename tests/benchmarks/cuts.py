@@ -14,7 +14,8 @@ from autoshard.options import PlanOptions
 from autoshard.passes.pipeline import LoweringOptions
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.candidates import given_mesh
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.planner.stage_partition import Staging, partition_stages
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan.plan import Pipeline

@@ -17,7 +17,7 @@ from autoshard.api import compile_analysed
 from autoshard.capture.capture import capture
 from autoshard.errors import VerificationError
 from autoshard.planner.analysis import analyse
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.program.store import save_program
 from autoshard.search.plan.plan import Cut
 from benchmarks.cuts import CutRow, planned, row_of

@@ -24,7 +24,7 @@ from autoshard.passes.partition.hierarchy import AxisLevels
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
 from autoshard.planner.hierarchy_choice import HierarchyOption
 from autoshard.planner.lowering import lay_out
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.pricing import Pricer

@@ -18,7 +18,8 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import VerificationError
 from autoshard.planner.analysis import analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plan.plan import Cut, Pipeline

@@ -15,7 +15,8 @@ from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError
 from autoshard.options import PlanOptions
 from autoshard.planner.memory_fit import MemoryFitter, Peak
-from autoshard.planner.planning import Planned, PlanningRequest
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import PlanningRequest
 from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
 from autoshard.search.select.request import SearchRequest
 from benchmarks.published import SLOWER, Asked, machine, name_of, questions, settle

@@ -12,7 +12,7 @@ from autoshard.cost.on_mesh import cost_model
 from autoshard.errors import UsageError
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.candidates import inner_mesh
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.search.plan.plan import Cut, Pipeline, Recompute
 from autoshard.search.problem.build import build_problem
 from autoshard.search.problem.feasible_states import possible

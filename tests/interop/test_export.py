@@ -32,7 +32,8 @@ from autoshard.interop.module_styles import parameter_uses
 from autoshard.interop.units import layer_lists
 from autoshard.ir.placement import Layout, Placement, R, Shard
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.search.plan.plan import Recompute
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")

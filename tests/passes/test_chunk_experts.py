@@ -22,7 +22,8 @@ from autoshard.errors import UsageError
 from autoshard.ir import Node
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.length_range import LengthRange
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Recompute
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json

@@ -15,7 +15,7 @@ from autoshard.api import compile_analysed
 from autoshard.ir import DTYPES, Call, Node
 from autoshard.ir.collectives import BUCKET_BYTES, kind_of
 from autoshard.planner import lowering as emitting
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.program.program import Program
 from autoshard.verify.static import verify_static
 

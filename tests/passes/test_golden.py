@@ -20,7 +20,8 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.pipeline import NUMBERED, PASSES
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.planner.source import Source
 from autoshard.program.program import Program
 from autoshard.program.text import program_text

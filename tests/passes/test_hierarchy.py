@@ -28,7 +28,7 @@ from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Second
 from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.hierarchy_choice import HierarchyOption, hierarchy_options
 from autoshard.planner.lowering import lay_out
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.rules.local import MeshShape

@@ -26,7 +26,8 @@ from autoshard.passes.overlap import bucket
 from autoshard.passes.overlap.bucket import bucket_collectives
 from autoshard.passes.overlap.prefetch import _place, prefetch
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.select.request import SearchRequest
 from autoshard.simulate.step import estimate_step

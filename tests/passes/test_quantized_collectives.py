@@ -19,7 +19,7 @@ from autoshard.ir import Node, refs_of
 from autoshard.ir.quantized import packed_bytes
 from autoshard.passes.partition.quantize_collectives import Precision
 from autoshard.passes.pipeline import NUMBERED
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack, sums, unpack

@@ -26,7 +26,8 @@ from autoshard.ir.placement import R, Shard
 from autoshard.passes.memory.recompute import recompute
 from autoshard.passes.segment_parts import sliced
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.planner.source import Source
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program

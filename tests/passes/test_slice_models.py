@@ -15,7 +15,8 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.planner.analysis import analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.planner.source import Source
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Cut, Pipeline

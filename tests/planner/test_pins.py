@@ -18,7 +18,8 @@ from autoshard.cluster.links import Links
 from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.ir.placement import R, Shard
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.select.request import SearchRequest

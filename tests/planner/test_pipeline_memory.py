@@ -12,7 +12,7 @@ from autoshard.passes.stages.stage_assignment import places_apart
 from autoshard.passes.stages.stage_boundaries import stage_ends
 from autoshard.planner.analysis import analyse
 from autoshard.planner.memory_fit import MemoryFitter
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.planner.stage_partition import StagePartition
 from autoshard.schedules.check import in_flight
 from autoshard.schedules.registry import make, tried

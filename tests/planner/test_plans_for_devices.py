@@ -11,7 +11,7 @@ from torch import nn
 
 from autoshard import api
 from autoshard.planner import planning
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 
 
 class Net(nn.Module):

@@ -32,7 +32,8 @@ from autoshard.cost.stage_machines import (
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.candidates import candidate_meshes, given_mesh
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.search.plan.plan import Cut
 from autoshard.search.plan.plan_json import plan_to_json
 from autoshard.search.select.rank_speed import RankSpeeds

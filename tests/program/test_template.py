@@ -10,7 +10,7 @@ from calls_worker import batch, build
 
 import autoshard
 from autoshard.api import compile_analysed
-from autoshard.planner.planning import Planned
+from autoshard.planner.planned import Planned
 from autoshard.planner.resized import NotResizableError, resized
 from autoshard.planner.source import Source
 from autoshard.program.program import Program

@@ -26,7 +26,8 @@ from autoshard.errors import UsageError
 from autoshard.ir import Call
 from autoshard.ir.placement import Shard
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Cut, Pipeline
 from autoshard.verify.lockstep import verify

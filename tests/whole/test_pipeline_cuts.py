@@ -28,7 +28,8 @@ from autoshard.passes.pipeline import lower, place
 from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.lowering import lowering_of
-from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.planned import Planned
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Cut, Pipeline, Recompute

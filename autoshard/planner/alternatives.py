@@ -1,0 +1,171 @@
+"""Other ways to run the step of a plan, tried once it stands: tokens of experts in chunks, forwards beside
+backwards of other microbatches, sequences in slices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+
+from autoshard.cluster import Mesh
+from autoshard.options import PlanOptions
+from autoshard.planner.planned import WORTH, Planned
+from autoshard.planner.source import Source
+from autoshard.schedules.registry import lookup, sliced
+from autoshard.search.solve.configuration import Staged, data_ways
+
+#: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
+_EXPERT_CHUNKS = (1, 2, 4)
+#: slices of a sequence, likewise: fewer gain no more than several stages per rank do
+_SLICES = (4, 8)
+#: runners-up whose programs are compared, and as how many times as long their steps may be priced
+_MOST_RUNNERS_UP, _NEAR = 3, 1.15
+#: as how many times as long a step in one piece may take, for chunks to be tried
+_CLOSE = 1.05
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """options: with its schedule. meshes: where. source: the model, with its tiles and chunks of experts.
+    text: what it is, in words."""
+
+    options: PlanOptions
+    meshes: Sequence[Staged]
+    source: Source
+    text: str
+
+
+#: a plan of the same batch that runs in another way, None if none fits
+Replan = Callable[[Alternative], Planned | None]
+#: the meshes that options allow
+Candidates = Callable[[PlanOptions], list[Staged]]
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """planned: what they are compared with, by their programs. searched: whether its mesh was searched."""
+
+    planned: Planned
+    options: PlanOptions
+    searched: bool
+    candidates: Candidates
+    replan: Replan
+
+    def faster(self) -> list[tuple[Alternative, Planned]]:
+        """Each faster than the next, and the last faster than the plan."""
+        if not self.planned.simulated:
+            return []
+        best: list[tuple[Alternative, Planned]] = []
+
+        def better(tried: Alternative) -> Planned | None:
+            """Its plan, kept if it is the fastest so far."""
+            result = self.replan(tried)
+            if result is not None and result.is_faster(fastest()):
+                best.insert(0, (tried, result))
+            return result
+
+        def fastest() -> Planned:
+            return best[0][1] if best else self.planned
+
+        self._try_expert_chunks(better, fastest)
+        self._try_pairs(better)
+        self._try_slices(better, fastest)
+        return best
+
+    def _try_expert_chunks(self, better: Replan, fastest: Callable[[], Planned]) -> None:
+        """On the same mesh and on runners-up that divide experts among another number of ranks; the options
+        may say in how many chunks."""
+        if self.options.expert_chunks or self.source.expert_chunks > 1:
+            return
+        same = same_as(self.candidates(self.options), self.planned) if self.planned.exchanges else []
+        others = islice(self._runners_up(), _MOST_RUNNERS_UP)
+        trials = [(same, _EXPERT_CHUNKS[1:])] if same else []
+        for meshes, several in (*trials, *((other, _EXPERT_CHUNKS) for other in others)):
+            for chunks in several:
+                text = f"the tokens of experts in {chunks} chunks on {meshes[0].mesh}"
+                before = fastest()
+                source = replace(self.source, expert_chunks=chunks)
+                result = better(Alternative(self.options, meshes, source, text))
+                if result is None:
+                    break
+                if fastest() is before and (chunks > 1 or result.step > _CLOSE * before.step):
+                    break
+
+    def _try_pairs(self, better: Replan) -> None:
+        """A pipeline that exchanges tokens, with forwards that run as one with backwards."""
+        pipeline = self.planned.plan.pipeline
+        if pipeline is None or self.options.schedule or not self.planned.exchanges:
+            return
+        if overlapped := lookup(pipeline.schedule).overlapped:
+            options = replace(self.options, schedule=overlapped, chunks=pipeline.chunks)
+            better(self._on_the_same(options, self.source, "forwards beside backwards"))
+
+    def _try_slices(self, better: Replan, fastest: Callable[[], Planned]) -> None:
+        """A pipeline whose microbatches cannot be smaller, with their sequences in slices, where that is
+        shorter if it costs nothing (`schedules.seq1f1b`). Slices hold less: they may need no tiles."""
+        staging, plan, free = self.planned.staging, self.planned.plan, not self.options.schedule
+        if staging is None or not free or plan.batch != self._data_ranks:
+            return
+        ranks, microbatches = staging.pipeline.ranks, plan.microbatches
+        busy = max(staging.timeline.busy)
+        rows = dict.fromkeys((self.options.tile_rows or 0, self.source.tile_rows))
+        for name, slices in product(sliced(), _SLICES):
+            before = fastest()
+            shortest = busy * (1 + (ranks - 1) / (microbatches * slices))
+            if shortest > (1 - WORTH) * before.step:
+                continue
+            options = replace(self.options, schedule=name, chunks=None, slices=slices)
+            text = f"{slices} slices of each sequence"
+            sources = (replace(self.source, tile_rows=n) for n in rows)
+            any(better(self._on_the_same(options, source, text)) is not None for source in sources)
+            if fastest() is before:
+                break
+
+    @property
+    def source(self) -> Source:
+        """The model as the plan has it."""
+        assert self.planned.source is not None
+        return self.planned.source
+
+    @property
+    def _data_ranks(self) -> int:
+        assert self.planned.solution is not None
+        return data_ways(self.planned.solution.configuration.mesh)
+
+    def _on_the_same(self, options: PlanOptions, source: Source, text: str) -> Alternative:
+        """On the mesh of the plan."""
+        (staged,) = same_as(self.candidates(options), self.planned)
+        return Alternative(options, (staged,), source, f"{text} on pp={staged.ranks},{staged.mesh}")
+
+    def _runners_up(self) -> Iterator[list[Staged]]:
+        """The best other meshes without a pipeline that divide experts, each among another number of ranks,
+        whose step was thought to take little longer."""
+        solution = self.planned.solution
+        if not self.searched or solution is None:
+            return
+        candidates = {str(s.mesh): s for s in self.candidates(self.options) if s.ranks == 1}
+        config = solution.configuration
+        known = {1} if config.pipe.ranks > 1 else {1, _expert_ranks(config.mesh)}
+        for rejected in sorted(solution.rejected, key=lambda r: r.seconds):
+            other = candidates.get(rejected.name.split()[0])
+            if other is None or rejected.seconds > _NEAR * solution.placements.seconds:
+                continue
+            ranks = _expert_ranks(other.mesh)
+            if ranks not in known:
+                known.add(ranks)
+                yield [other]
+
+
+def same_as(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
+    """The mesh and the microbatch of a plan, and the pipelines it may have."""
+    assert planned.solution is not None
+    config = planned.solution.configuration
+    same = [s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks]
+    # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
+    return [replace(s, batches=(config.batch,)) for s in (*same, Staged(config.mesh))[:1]]
+
+
+def _expert_ranks(mesh: Mesh) -> int:
+    """Among how many ranks an axis for them divides experts."""
+    return math.prod(axis.size for axis in mesh.axes if axis.meaning.divides_experts)
