@@ -129,15 +129,15 @@ class StepConfig:
             if not calls:
                 return flight
             if self.optimistic:
-                return min(flight, 1 / calls)
+                return min(flight, 1 / calls / self.pipe.slices)
             if chosen is None or not chosen.calls or (chosen.policy == "selective" and not key.cheap):
                 return flight
             if self.pipe.splits_backward:
                 # what backward recomputes waits for the gradients of parameters, on the fullest rank
                 # for as many microbatches as it would have been kept for
                 return flight
-            # what is recomputed is made for one microbatch at a time
-            return min(flight, flight * (calls - chosen.calls) / calls + 1 / calls)
+            # what is recomputed is made for one microbatch, or one slice of it, at a time
+            return min(flight, flight * (calls - chosen.calls) / calls + 1 / calls / self.pipe.slices)
         if self.optimistic or chosen is None or not calls:
             return 0.0
         full = chosen.policy == "full"
