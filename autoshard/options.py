@@ -82,7 +82,7 @@ class PlanOptions:
     replicate_unknown: bool = option(False, "run ops without a sharding rule on global tensors")
     offload: str = option(
         "",
-        "what lies in host memory between its uses, any of the three [default: nothing]",
+        "what lies in host memory between its uses, any of three, or none [default: what is faster]",
         metavar="activations,parameters,optimizer",
     )
     differentiate: Differentiate = option(

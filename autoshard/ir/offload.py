@@ -31,9 +31,10 @@ class Offload:
 
     @classmethod
     def parse(cls, text: str) -> Offload:
-        """``"activations,optimizer"``, in any order; "" for nothing. Raises UsageError for another word."""
+        """``"activations,optimizer"``, in any order; "" or "none" for nothing. Raises UsageError for another
+        word."""
         known = [f.name for f in fields(cls)]
-        words = [word.strip() for word in text.split(",") if word.strip()]
+        words = [word.strip() for word in text.split(",") if word.strip()] if text.strip() != "none" else []
         for word in words:
             if word not in known:
                 raise UsageError(

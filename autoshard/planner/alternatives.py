@@ -1,5 +1,5 @@
-"""Other ways to run the step of a plan, tried once it stands: tokens of experts in chunks, forwards beside
-backwards of other microbatches, sequences in slices."""
+"""Other ways to run the step of a plan, tried once it stands: activations in host memory, experts' tokens in
+chunks, forwards beside backwards of other microbatches, sequences in slices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 
 from autoshard.cluster import Mesh
+from autoshard.cluster.host import Host
 from autoshard.options import PlanOptions
 from autoshard.planner.planned import WORTH, Planned
 from autoshard.planner.source import Source
@@ -23,12 +24,14 @@ _SLICES = (4, 8)
 _MOST_RUNNERS_UP, _NEAR = 3, 1.15
 #: as how many times as long a step in one piece may take, for chunks to be tried
 _CLOSE = 1.05
+#: share of a step that activations in host memory may spare at least, for them to be tried
+_SPARED = 0.05
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """options: with its schedule. meshes: where. source: the model, with its tiles and chunks of experts.
-    text: what it is, in words."""
+    """options: with its schedule. meshes: where, () for all that options allow. source: the model, with its
+    tiles and chunks of experts. text: what it is, in words."""
 
     options: PlanOptions
     meshes: Sequence[Staged]
@@ -37,7 +40,9 @@ class Alternative:
 
 
 #: a plan of the same batch that runs in another way, None if none fits
-Replan = Callable[[Alternative], Planned | None]
+Replan = Callable[[Planned, Alternative], Planned | None]
+#: the same, of one that is kept if it is the fastest so far
+_Try = Callable[[Alternative], Planned | None]
 #: the meshes that options allow
 Candidates = Callable[[PlanOptions], list[Staged]]
 
@@ -59,8 +64,7 @@ class Alternatives:
         best: list[tuple[Alternative, Planned]] = []
 
         def better(tried: Alternative) -> Planned | None:
-            """Its plan, kept if it is the fastest so far."""
-            result = self.replan(tried)
+            result = self.replan(of.planned, tried)
             if result is not None and result.is_faster(fastest()):
                 best.insert(0, (tried, result))
             return result
@@ -68,12 +72,37 @@ class Alternatives:
         def fastest() -> Planned:
             return best[0][1] if best else self.planned
 
-        self._try_expert_chunks(better, fastest)
-        self._try_pairs(better)
-        self._try_slices(better, fastest)
+        of = self
+        self._try_host(better)
+        if best:
+            of = replace(self, planned=fastest(), options=best[0][0].options)
+        of._try_expert_chunks(better, fastest)
+        of._try_pairs(better)
+        of._try_slices(better, fastest)
         return best
 
-    def _try_expert_chunks(self, better: Replan, fastest: Callable[[], Planned]) -> None:
+    def _try_host(self, better: _Try) -> None:
+        """Activations that wait in host memory, on any mesh, where that may spare recomputing, or tiles."""
+        host, plan = self.planned.cluster.device.host, self.planned.plan
+        if host is None or self.options.offload or plan.offload:
+            return
+        tiled = len(self._less_tiled) > 1
+        if tiled or (plan.recompute and self._spared(host) > _SPARED * self.planned.step):
+            options, text = replace(self.options, offload="activations"), "activations in host memory"
+            any(better(Alternative(options, (), source, text)) is not None for source in self._less_tiled)
+
+    def _spared(self, host: Host) -> float:
+        """Seconds of recomputing for what may be copied to the host while forward computes."""
+        assert self.planned.solution is not None
+        placements = self.planned.solution.placements
+        setting, usage = placements.setting, placements.usage
+        plain = replace(setting, recompute={})
+        recomputing = setting.step(usage).total - plain.step(usage).total
+        forward = plain.sums(usage).work_forward
+        copying = host.seconds(sum(n for key, n in usage.bytes.items() if key.kind in ("kept", "held")))
+        return recomputing * min(1.0, forward / copying)
+
+    def _try_expert_chunks(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """On the same mesh and on runners-up that divide experts among another number of ranks; the options
         may say in how many chunks."""
         if self.options.expert_chunks or self.source.expert_chunks > 1:
@@ -92,7 +121,7 @@ class Alternatives:
                 if fastest() is before and (chunks > 1 or result.step > _CLOSE * before.step):
                     break
 
-    def _try_pairs(self, better: Replan) -> None:
+    def _try_pairs(self, better: _Try) -> None:
         """A pipeline that exchanges tokens, with forwards that run as one with backwards."""
         pipeline = self.planned.plan.pipeline
         if pipeline is None or self.options.schedule or not self.planned.exchanges:
@@ -101,7 +130,7 @@ class Alternatives:
             options = replace(self.options, schedule=overlapped, chunks=pipeline.chunks)
             better(self._on_the_same(options, self.source, "forwards beside backwards"))
 
-    def _try_slices(self, better: Replan, fastest: Callable[[], Planned]) -> None:
+    def _try_slices(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """A pipeline whose microbatches cannot be smaller, with their sequences in slices, where that is
         shorter if it costs nothing (`schedules.seq1f1b`). Slices hold less: they may need no tiles."""
         staging, plan, free = self.planned.staging, self.planned.plan, not self.options.schedule
@@ -109,7 +138,6 @@ class Alternatives:
             return
         ranks, microbatches = staging.pipeline.ranks, plan.microbatches
         busy = max(staging.timeline.busy)
-        rows = dict.fromkeys((self.options.tile_rows or 0, self.source.tile_rows))
         for name, slices in product(sliced(), _SLICES):
             before = fastest()
             shortest = busy * (1 + (ranks - 1) / (microbatches * slices))
@@ -117,8 +145,7 @@ class Alternatives:
                 continue
             options = replace(self.options, schedule=name, chunks=None, slices=slices)
             text = f"{slices} slices of each sequence"
-            sources = (replace(self.source, tile_rows=n) for n in rows)
-            any(better(self._on_the_same(options, source, text)) is not None for source in sources)
+            any(better(self._on_the_same(options, source, text)) is not None for source in self._less_tiled)
             if fastest() is before:
                 break
 
@@ -127,6 +154,12 @@ class Alternatives:
         """The model as the plan has it."""
         assert self.planned.source is not None
         return self.planned.source
+
+    @property
+    def _less_tiled(self) -> list[Source]:
+        """The model without tiles that only the planner wanted, then as the plan has it."""
+        rows = dict.fromkeys((self.options.tile_rows or 0, self.source.tile_rows))
+        return [replace(self.source, tile_rows=n) for n in rows]
 
     @property
     def _data_ranks(self) -> int:

@@ -29,7 +29,7 @@ from autoshard.planner.host_memory import HostFullError, HostNeed, least_offload
 from autoshard.planner.lowering import laid_for, lowering_of, saving_of, schedule_of
 from autoshard.planner.stage_partition import Schedules, StagePartition, Staging
 from autoshard.program.program import PipelineStages, Program, Signature
-from autoshard.schedules.timeline import step_seconds
+from autoshard.schedules.timeline import peak_bytes, step_seconds
 from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import retuned
@@ -310,8 +310,10 @@ class MemoryFitter:
 
     def _recut(self, tried: CandidateSolution, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
         """Stages that leave room for what the first ones held too much, if there are any about as fast."""
-        cutting = self.cutting(tried)
-        cutting.spare(_MORE * peak.over)
+        cutting, counted = self.cutting(tried), max(peak_bytes(staging.schedule, staging.costs))
+        # stages that are counted to leave more room than they do
+        unused = max(0.0, (self.request.budget or counted) - counted)
+        cutting.spare(_MORE * peak.over + unused)
         try:
             other = cutting.best(fixed=self.fixed)
         except InfeasibleError:

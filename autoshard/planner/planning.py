@@ -170,7 +170,7 @@ class PlanningRequest:
             self.options,
             not isinstance(self.where, Mesh),
             lambda options: replace(self, options=options)._candidates(planned.analysis),
-            partial(self._replanned, planned),
+            self._replanned,
         ).faster()
 
     def _replanned(self, planned: Planned, new: Alternative) -> Planned | None:
@@ -183,8 +183,11 @@ class PlanningRequest:
         try:
             if new.source != planned.source:
                 analysis = new.source.analysed_from(analysis.captured, self.progress)
-            among = planned.solution
-            result = searcher._searched(new.source, analysis, new.meshes, request, Searches(), among)
+            if new.meshes:
+                among = planned.solution
+                result = searcher._searched(new.source, analysis, new.meshes, request, Searches(), among)
+            else:
+                result = searcher._of_any_batch(new.source, analysis, Searches())
         except (UsageError, InfeasibleError):
             return None
         assert planned.source is not None
@@ -410,7 +413,44 @@ def plan_analysed(
 
 #: times the memory of a device that the search may fill, one after the other, with activations that then go
 #: to host memory; and how many programs that are too large say that there is no use in going on
-_WIDER, _ENOUGH = (1, 2, 4, 16), 8
+_WIDER, _ENOUGH = (1.0, 2.0, 4.0, 16.0), 8
+#: memories around the best that are tried
+_HALVINGS = 3
+
+
+@dataclass
+class _Widths:
+    """Times the memory that the search is given: wider until copies take longer than what they spare, then
+    around the best, where more is left to try on either side.
+
+    best: of what was tried, below and above: next to it; in logarithms.
+    """
+
+    wider: list[float]
+    left: int = _HALVINGS
+    best: float = 0.0
+    below: float = 0.0
+    above: float = math.inf
+
+    def __iter__(self) -> Iterator[float]:
+        yield self.wider[0]
+        for times in self.wider[1:]:
+            if self.above == math.inf:
+                yield times
+        while self.above < math.inf and self.left:
+            self.left -= 1
+            high = self.above - self.best > self.best - self.below
+            yield math.exp(((self.above if high else self.below) + self.best) / 2)
+
+    def note(self, times: float, *, slower: bool) -> None:
+        """Whether so much was slower than the best, or is the best now."""
+        at = math.log(times)
+        if slower:
+            self.below, self.above = (self.below, at) if at > self.best else (at, self.above)
+        elif at > self.best:
+            self.below, self.best = self.best, at
+        elif at < self.best:
+            self.above, self.best = self.best, at
 
 
 def _chosen(
@@ -427,7 +467,7 @@ def _chosen(
     The search counts activations on the device. With offloading it is given more memory than there is, as
     long as the solution then fits and is faster.
     """
-    wider = _WIDER if fitter.offload.activations and request.budget is not None else (1,)
+    wider = _WIDER if fitter.offload.activations and request.budget is not None else (1.0,)
     recipe = hosted(request.recipe, fitter.offload, cluster.device)
     if fitter.offload.states:
         away = whole_state(analysis.model, request.recipe) - whole_state(analysis.model, recipe)
@@ -435,9 +475,10 @@ def _chosen(
     request = replace(request, recipe=recipe)
     failure: InfeasibleError | None = None
     best: CandidateSolution | None = None
-    for times in wider:
+    widths = _Widths(list(wider))
+    for times in widths:
         # no baseline offloads activations: baselines are only looked for within the memory that there is
-        budget = None if request.budget is None else times * request.budget
+        budget = None if request.budget is None else int(times * request.budget)
         if failure is not None and budget is not None and failure.smallest_bytes > budget:
             continue  # what came closest needs more than that
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
@@ -451,11 +492,13 @@ def _chosen(
             failure = failure or error
             if best is None and fitter.failed >= _ENOUGH:
                 break
-            continue
-        if slower:
-            break
-        # baselines are only reported where it was looked for
-        best = solution if best is None else replace(solution, baselines=best.baselines)
+            slower = best is not None
+            if not slower:
+                continue
+        if not slower:
+            # baselines are only reported where it was looked for
+            best = solution if best is None else replace(solution, baselines=best.baselines)
+        widths.note(times, slower=slower)
     if best is not None:
         return best
     assert failure is not None

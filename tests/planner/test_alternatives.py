@@ -1,4 +1,5 @@
-"""Other ways to run a plan, which the planner takes where their programs are faster: slices of sequences."""
+"""Other ways to run a plan, which the planner takes where their programs are faster: slices of sequences,
+activations in host memory."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autoshard import api
 from autoshard.planner.planned import Planned
 
+#: by price, never, always
+OFFLOADS = ("", "none", "activations")
+
 
 @functools.cache
-def planned(batch: int = 2, seq: int = 8192, **how: object) -> Planned:
-    """A deep model of long sequences on four stages."""
+def planned(batch: int = 2, seq: int = 8192, mesh: str = "pp=4,dp=1", **how: object) -> Planned:
+    """A deep model of long sequences, on four stages unless said otherwise."""
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5504,
@@ -28,7 +32,7 @@ def planned(batch: int = 2, seq: int = 8192, **how: object) -> Planned:
         model, ids = LlamaForCausalLM(config).bfloat16(), torch.zeros(1, seq, dtype=torch.int64)
     return api.plan(
         model,
-        "pp=4,dp=1",
+        mesh,
         example_inputs={"input_ids": ids, "labels": ids},
         cluster="a100-selene",
         global_batch=batch,
@@ -54,3 +58,28 @@ def test_what_is_asked_for_stays() -> None:
 def test_many_short_sequences_stay_in_one_piece() -> None:
     pipeline = planned(batch=64, seq=512).plan.pipeline
     assert pipeline is not None and pipeline.slices == 1
+
+
+def test_activations_wait_on_the_host_where_that_spares_recomputing() -> None:
+    """Long sequences compute for long: what they keep is copied meanwhile."""
+    found, plain, asked = (planned(1, 65536, "tp=2", memory=8 * 2**30, offload=o) for o in OFFLOADS)
+    assert plain.plan.recompute and not plain.plan.offload
+    assert found.plan.offload == "activations" and found.is_faster(plain) and found.step == asked.step
+
+
+def test_more_memory_is_not_slower_with_activations_on_the_host() -> None:
+    """However much the search is given, between too little and what waits for copies."""
+    steps = [planned(1, 65536, "tp=2", memory=gib * 2**30).step for gib in (8, 10, 12)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_nothing_is_copied_where_nothing_is_recomputed() -> None:
+    found = planned(1, 4096, "tp=2")
+    assert not found.plan.recompute and not found.plan.offload
+
+
+def test_stages_are_cut_for_what_they_are_measured_to_hold() -> None:
+    """What fits less memory fits more: costs of stages may say that others would fit, too."""
+    for gib in (2.0, 2.3, 2.5):
+        found = planned(1, 16384, memory=int(gib * 2**30), schedule="1f1b", offload="none")
+        assert found.peak is not None and found.peak.bytes <= gib * 2**30
