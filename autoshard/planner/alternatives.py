@@ -137,7 +137,7 @@ class Alternatives:
         if staging is None or not free or plan.batch != self._data_ranks:
             return
         ranks, microbatches = staging.pipeline.ranks, plan.microbatches
-        busy = max(staging.timeline.busy)
+        busy = sum(staging.timeline.busy) / ranks
         for name, slices in product(sliced(), _SLICES):
             before = fastest()
             shortest = busy * (1 + (ranks - 1) / (microbatches * slices))
