@@ -24,10 +24,11 @@ _AXIS = "slice"
 
 
 class Namer:
-    """Names for what a value is divided into: the same name for the same question."""
+    """Names for what a value is divided into: the same name for the same question. origin: of a name."""
 
     def __init__(self, taken: set[str]) -> None:
         self.taken, self.known = taken, dict[tuple[str, str], str]()
+        self.origin: dict[str, tuple[str, str]] = {}
 
     def __call__(self, value: str, end: str) -> str:
         if not end:
@@ -39,6 +40,7 @@ class Namer:
                 name = f"{value}{end}_{k}"
             self.taken.add(name)
             self.known[value, end] = name
+            self.origin[name] = value, end
         return self.known[value, end]
 
 

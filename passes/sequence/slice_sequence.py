@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
@@ -24,7 +25,8 @@ from autoshard.ir.placement import P, R
 from autoshard.ir.slices import Slices
 from autoshard.ir.statements import Statement, Statements, by_part, firsts_of, statements_of
 from autoshard.passes.sequence.slice_emit import Namer, PartStatements, SliceContext, SliceEmitter
-from autoshard.passes.sequence.slice_places import places_of
+from autoshard.passes.sequence.slice_places import SlicedStatement, places_of
+from autoshard.passes.sequence.slice_templates import Templates
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 
@@ -52,7 +54,10 @@ class _Slicer:
         self.lowered, self.slices = lowered, slices
         self.whole = statements_of(lowered)
         places = places_of(self.whole, joint, rules, slices.units)
-        self.ways = {id(s): w for s, w in zip(self.whole.all, places.ways, strict=True)}
+        # equal ones are one
+        alike: dict[SlicedStatement, SlicedStatement] = {}
+        ways = [alike.setdefault(way, way) for way in places.ways]
+        self.ways = {id(s): w for s, w in zip(self.whole.all, ways, strict=True)}
         pairs = list(zip(joint.results, self.whole.results, strict=True))
         grads = {v for r, v in pairs if r.kind == "grad" and places.of.get(v) == P}
         summed = _summed(self.whole, grads)
@@ -70,6 +75,7 @@ class _Slicer:
             slices, self.whole.values, places.of, summed, moved, repeated, rules, mesh, outer
         )
         self.inner = {name: Namer(set(s.graph.types())) for name, s in lowered.segments.items()}
+        self.templates = Templates(self.setting, self.joined)
         self.groups: list[PartStatements] = []
         self.parts: list[StagePart] = []
         #: per stage, divided values that are put together there already
@@ -89,6 +95,28 @@ class _Slicer:
         """The groups of one slice of a part; None: the part is not divided."""
         at = len(self.parts)
         self.parts.append(replace(part, slice=number or 0))
+        have = self.have.setdefault(part.stage, set())
+        for item, run in groupby(statements, lambda s: s.item):
+            own, call = list(run), self.lowered.main[item]
+            key = None
+            if isinstance(call, Call):
+                ways = tuple(id(self.ways[id(s)]) for s in own)
+                key = self.templates.key(own, (call.segment, part.phase, number, ways), have)
+                group = self.templates.filled(key, own, at, have)
+                if group is not None:
+                    self.groups.append(group)
+                    continue
+            before = set(have)
+            group = self._group(at, part, own, number)
+            if group is not None:
+                self.groups.append(group)
+                if key is not None:
+                    self.templates.keep(key, own, group, have - before)
+
+    def _group(
+        self, at: int, part: StagePart, statements: Sequence[Statement], number: int | None
+    ) -> PartStatements | None:
+        """What one slice of a part takes over of one instruction of main, None if that is nothing."""
         end = len(self.slices) - 1
         first, last = (0, end) if part.phase == "forward" else (end, 0)
         group: PartStatements | None = None
@@ -96,14 +124,14 @@ class _Slicer:
             way = self.ways[id(statement)]
             if number is not None and not way.divided and number != (last if way.late else first):
                 continue
-            if group is None or group.item != statement.item:
+            if group is None:
                 group = PartStatements(at, statement.item)
-                self.groups.append(group)
             emitter = self._emitter(group, part, statement)
             emitter.run(way, number)
             for inner, value in zip(statement.node.outs, statement.makes, strict=True):
                 if value in self.joined and number == last:
                     emitter.whole(inner, value, result=True)
+        return group
 
     def _emitter(self, group: PartStatements, part: StagePart, statement: Statement) -> SliceEmitter:
         have = self.have.setdefault(part.stage, set())
