@@ -15,17 +15,20 @@ from autoshard.planner.planned import WORTH, Planned
 from autoshard.planner.source import Source
 from autoshard.schedules.registry import lookup, sliced
 from autoshard.search.solve.configuration import Staged, data_ways
+from autoshard.search.solve.formulate import layer_calls
 
 #: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
 _EXPERT_CHUNKS = (1, 2, 4)
 #: slices of a sequence, likewise: fewer gain no more than several stages per rank do
 _SLICES = (4, 8)
+#: layers times slices of a program that takes seconds to make
+_MOST_CALLS = 512
 #: runners-up whose programs are compared, and as how many times as long their steps may be priced
 _MOST_RUNNERS_UP, _NEAR = 3, 1.15
 #: as how many times as long a step in one piece may take, for chunks to be tried
 _CLOSE = 1.05
 #: share of a step that activations in host memory may spare at least, for them to be tried
-_SPARED = 0.05
+_SPARED = 0.03
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,9 @@ class Alternatives:
         assert self.planned.solution is not None
         placements = self.planned.solution.placements
         setting, usage = placements.setting, placements.usage
-        plain = replace(setting, recompute={})
-        recomputing = setting.step(usage).total - plain.step(usage).total
-        forward = plain.sums(usage).work_forward
+        forward = setting.sums(usage).work_forward
         copying = host.seconds(sum(n for key, n in usage.bytes.items() if key.kind in ("kept", "held")))
-        return recomputing * min(1.0, forward / copying)
+        return setting.recompute_seconds(usage) * min(1.0, forward / copying)
 
     def _try_expert_chunks(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """On the same mesh and on runners-up that divide experts among another number of ranks; the options
@@ -138,10 +139,11 @@ class Alternatives:
             return
         ranks, microbatches = staging.pipeline.ranks, plan.microbatches
         busy = sum(staging.timeline.busy) / ranks
+        layers = sum(layer_calls(self.planned.analysis.folded).values())
         for name, slices in product(sliced(), _SLICES):
             before = fastest()
             shortest = busy * (1 + (ranks - 1) / (microbatches * slices))
-            if shortest > (1 - WORTH) * before.step:
+            if shortest > (1 - WORTH) * before.step or layers * slices > _MOST_CALLS:
                 continue
             options = replace(self.options, schedule=name, chunks=None, slices=slices)
             text = f"{slices} slices of each sequence"

@@ -30,7 +30,8 @@ class Planned:
     thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
     staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
     where no limit was set. peaks: makes its program anew and looks at all ranks. device: what a process takes
-    of its device, see `planned_for_device`.
+    of its device, see `planned_for_device`. width: times the memory that the search was given, more than one
+    where activations go to host memory.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Planned:
     staging: Staging | None = field(default=None, repr=False)
     peak: Peak | None = field(default=None, repr=False)
     peaks: Callable[[], Peaks] | None = field(default=None, repr=False)
+    width: float = 1.0
     device: DeviceMemory | None = None
 
     def of_microbatch(self, say: Progress) -> Planned:

@@ -43,6 +43,12 @@ _OFFLOADED = ("activations", "activations,optimizer", "activations,parameters")
 _FULL = 0.9
 #: how often a plan is made again with less memory, at most
 MOST_REPLANS = 3
+#: times the memory of a device that the search may fill, one after the other, with activations that then go
+#: to host memory; and how many programs that are too large say that there is no use in going on
+_WIDER, _ENOUGH = (1.0, 2.0, 4.0, 16.0), 8
+#: memories between that are tried, and the share of a step that recomputing and waiting for the host take at
+#: most where none is
+_HALVINGS, _LITTLE = 3, 0.02
 
 
 def _layout(text: str) -> Layout:
@@ -54,7 +60,8 @@ class PlanningRequest:
     """What a model is to be planned for.
 
     where: a mesh, or a cluster whose meshes are searched. machine: the cluster, with its prices. ranks: in
-    all. memory: bytes per rank, None for no limit. target: what the plan is called.
+    all. memory: bytes per rank, None for no limit. target: what the plan is called. widths: times the memory
+    that the search is given one after the other, where activations go to host memory.
     """
 
     where: Mesh | Cluster
@@ -64,6 +71,7 @@ class PlanningRequest:
     memory: int | None
     target: str
     progress: Progress
+    widths: tuple[float, ...] = _WIDER
 
     def __post_init__(self) -> None:
         check_pipeline(self.options)
@@ -96,8 +104,9 @@ class PlanningRequest:
 
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
-        result = self.planned_from(source, source.analysed(self.progress))
-        return [*(plan for _, plan in self._faster(result)), result][0]
+        searches = Searches()
+        result = self.planned_from(source, source.analysed(self.progress), searches)
+        return [*(plan for _, plan in self._faster(result, searches)), result][0]
 
     def planned_for_device(self, source: Source) -> Planned:
         """The same with what a process takes of its device. Where that is too much even with segments that
@@ -132,12 +141,12 @@ class PlanningRequest:
             else:
                 break  # the plan before stands, and its device says that it does not fit
         fits = result.device is None or not result.device.missing
-        for alternative, faster in request._faster(result) if fits else ():
+        for alternative, faster in request._faster(result, searches) if fits else ():
             other, smaller = self._on_device(faster), request
             held = request.memory or self.memory
             if held and other.device is not None and other.device.missing and not self.options.memory:
                 smaller = replace(request, memory=held - other.device.missing)
-                smaller_plan = smaller._replanned(faster, alternative)
+                smaller_plan = smaller._replanned(Searches(), faster, alternative)
                 if smaller_plan is not None and smaller_plan.is_faster(result):
                     other = self._on_device(smaller_plan)
             if other.device is None or not other.device.missing:
@@ -163,23 +172,24 @@ class PlanningRequest:
         self.progress("simulating the allocator")
         return replace(planned, device=device_memory(planned.peaks()))
 
-    def _faster(self, planned: Planned) -> list[tuple[Alternative, Planned]]:
-        """Other ways to run a plan that are faster, see `Alternatives`."""
+    def _faster(self, planned: Planned, searches: Searches) -> list[tuple[Alternative, Planned]]:
+        """Other ways to run a plan that are faster, see `Alternatives`. searches: that led to it."""
         return Alternatives(
             planned,
             self.options,
             not isinstance(self.where, Mesh),
             lambda options: replace(self, options=options)._candidates(planned.analysis),
-            self._replanned,
+            partial(self._replanned, searches),
         ).faster()
 
-    def _replanned(self, planned: Planned, new: Alternative) -> Planned | None:
+    def _replanned(self, searches: Searches, planned: Planned, new: Alternative) -> Planned | None:
         """A plan of the same batch that runs in another way, None if none fits."""
         plan, analysis = planned.plan, planned.analysis
         self.progress(f"planning with {new.text}")
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
-        searcher = replace(self, options=new.options)
+        widths = (planned.width,) if planned.plan.offload else self.widths
+        searcher = replace(self, options=new.options, widths=widths)
         try:
             if new.source != planned.source:
                 analysis = new.source.analysed_from(analysis.captured, self.progress)
@@ -187,7 +197,12 @@ class PlanningRequest:
                 among = planned.solution
                 result = searcher._searched(new.source, analysis, new.meshes, request, Searches(), among)
             else:
-                result = searcher._of_any_batch(new.source, analysis, Searches())
+                # as wide as the memory is, another plan was the best
+                wide = replace(searcher, widths=_WIDER[1:], options=replace(new.options, baselines=False))
+                result = wide._of_any_batch(new.source, analysis, searches)
+                assert result.solution is not None and planned.solution is not None
+                solution = replace(result.solution, baselines=planned.solution.baselines)
+                result = replace(result, solution=solution)
         except (UsageError, InfeasibleError):
             return None
         assert planned.source is not None
@@ -305,6 +320,7 @@ class PlanningRequest:
             target=self.target,
             fixed=bool(self.options.schedule),
             offload=self.offload,
+            widths=self.widths,
             progress=self.progress,
             among=among,
             searches=searches,
@@ -372,6 +388,7 @@ def plan_analysed(
     target: str = "",
     fixed: bool = False,
     offload: Offload = NO_OFFLOAD,
+    widths: Sequence[float] = _WIDER,
     progress: Progress | None = None,
     reasons: bool = True,
     among: CandidateSolution | None = None,
@@ -379,7 +396,8 @@ def plan_analysed(
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
-    request: of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline is decided.
+    request: of the search; its budget is ``memory``. widths: see `PlanningRequest`. fixed: whether the
+    schedule of a pipeline is decided.
     offload: what lives in host memory, for which the cluster must know its host. reasons: False
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
     a search over more meshes found, if these are what it led to. searches: before this one.
@@ -390,7 +408,8 @@ def plan_analysed(
     say = progress or (lambda _: None)
 
     fitter = MemoryFitter(analysis, cluster, request, fixed=fixed, progress=say, offload=offload)
-    solution = _chosen(analysis, meshes, cluster, request, say, fitter, searches or Searches())
+    searches = searches or Searches()
+    solution, width = _chosen(analysis, meshes, cluster, request, say, fitter, searches, tuple(widths))
     fitted = fitter.fitted(solution)
     solution, staging = fitted.solution, fitted.staging
     if among is not None:
@@ -408,49 +427,50 @@ def plan_analysed(
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
     repeated = partial(fitter.program_peaks, solution, staging)
-    return Planned(best, analysis, cluster, solution, staging=staging, peak=fitted.peak, peaks=repeated)
-
-
-#: times the memory of a device that the search may fill, one after the other, with activations that then go
-#: to host memory; and how many programs that are too large say that there is no use in going on
-_WIDER, _ENOUGH = (1.0, 2.0, 4.0, 16.0), 8
-#: memories around the best that are tried
-_HALVINGS = 3
+    return Planned(
+        best,
+        analysis,
+        cluster,
+        solution,
+        staging=staging,
+        peak=fitted.peak,
+        peaks=repeated,
+        width=width,
+    )
 
 
 @dataclass
 class _Widths:
-    """Times the memory that the search is given: wider until copies take longer than what they spare, then
-    around the best, where more is left to try on either side.
+    """Times the memory that the search is given: wider while recomputing takes longer than waiting for the
+    host, then between. low, high: in logarithms."""
 
-    best: of what was tried, below and above: next to it; in logarithms.
-    """
-
-    wider: list[float]
+    wider: tuple[float, ...]
     left: int = _HALVINGS
-    best: float = 0.0
-    below: float = 0.0
-    above: float = math.inf
+    low: float = 0.0
+    high: float = math.inf
 
     def __iter__(self) -> Iterator[float]:
-        yield self.wider[0]
-        for times in self.wider[1:]:
-            if self.above == math.inf:
+        for times in self.wider:
+            if self.high == math.inf:
                 yield times
-        while self.above < math.inf and self.left:
+        while self.high < math.inf and self.left:
             self.left -= 1
-            high = self.above - self.best > self.best - self.below
-            yield math.exp(((self.above if high else self.below) + self.best) / 2)
+            yield math.exp((self.low + self.high) / 2)
 
-    def note(self, times: float, *, slower: bool) -> None:
-        """Whether so much was slower than the best, or is the best now."""
-        at = math.log(times)
-        if slower:
-            self.below, self.above = (self.below, at) if at > self.best else (at, self.above)
-        elif at > self.best:
-            self.below, self.best = self.best, at
-        elif at < self.best:
-            self.above, self.best = self.best, at
+    def note(self, times: float, *, enough: bool) -> None:
+        """Whether so much was enough, or more."""
+        if enough:
+            self.high = math.log(times)
+        else:
+            self.low = math.log(times)
+
+
+def _lost(solution: CandidateSolution, fitter: MemoryFitter) -> tuple[float, float]:
+    """Shares of a step that recomputing, and waiting for the host, take."""
+    placements, peak = solution.placements, fitter.fitted(solution).peak
+    waits = 0.0 if peak is None else peak.waits
+    recomputing = placements.setting.recompute_seconds(placements.usage)
+    return recomputing / placements.seconds, waits / placements.seconds
 
 
 def _chosen(
@@ -461,13 +481,14 @@ def _chosen(
     say: Progress,
     fitter: MemoryFitter,
     searches: Searches,
-) -> CandidateSolution:
-    """The best solution that fits, as the fitter sees it.
+    widths: tuple[float, ...],
+) -> tuple[CandidateSolution, float]:
+    """The best solution that fits, as the fitter sees it, and how many times the memory it was searched with.
 
     The search counts activations on the device. With offloading it is given more memory than there is, as
     long as the solution then fits and is faster.
     """
-    wider = _WIDER if fitter.offload.activations and request.budget is not None else (1.0,)
+    wider = widths if fitter.offload.activations and request.budget is not None else (1.0,)
     recipe = hosted(request.recipe, fitter.offload, cluster.device)
     if fitter.offload.states:
         away = whole_state(analysis.model, request.recipe) - whole_state(analysis.model, recipe)
@@ -475,8 +496,9 @@ def _chosen(
     request = replace(request, recipe=recipe)
     failure: InfeasibleError | None = None
     best: CandidateSolution | None = None
-    widths = _Widths(list(wider))
-    for times in widths:
+    width = 1.0
+    tried = _Widths(wider)
+    for times in tried:
         # no baseline offloads activations: baselines are only looked for within the memory that there is
         budget = None if request.budget is None else int(times * request.budget)
         if failure is not None and budget is not None and failure.smallest_bytes > budget:
@@ -485,21 +507,24 @@ def _chosen(
         try:
             known = None if best is None else (best, fitter.full_seconds(best))
             solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches, known)
-            if len(wider) == 1 or solution.interrupted:
-                return best or solution
-            slower = known is not None and fitter.full_seconds(solution) >= known[1]
         except InfeasibleError as error:
             failure = failure or error
             if best is None and fitter.failed >= _ENOUGH:
                 break
-            slower = best is not None
-            if not slower:
-                continue
-        if not slower:
+            if best is not None:
+                tried.note(times, enough=True)
+            continue
+        if len(wider) == 1 or solution.interrupted:
+            return (solution, times) if best is None else (best, width)
+        if known is None or fitter.full_seconds(solution) < known[1]:
             # baselines are only reported where it was looked for
             best = solution if best is None else replace(solution, baselines=best.baselines)
-        widths.note(times, slower=slower)
+            width = times
+        recomputing, waiting = _lost(solution, fitter)
+        if recomputing + waiting <= _LITTLE:
+            break
+        tried.note(times, enough=solution is not best or waiting > recomputing)
     if best is not None:
-        return best
+        return best, width
     assert failure is not None
     raise failure

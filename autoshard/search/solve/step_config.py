@@ -226,6 +226,10 @@ class StepConfig:
         """A step that takes all of these profiles."""
         return step_time(self.sums(*usage), self.overlap_model)
 
+    def recompute_seconds(self, usage: AssignmentCosts) -> float:
+        """Of a step, what recomputing adds."""
+        return self.step(usage).total - replace(self, recompute={}).step(usage).total
+
     def held(self, usage: AssignmentCosts) -> RankBytes:
         """Bytes at the peak."""
         return RankBytes(self.state_bytes(usage), self.activation_bytes(usage, self.windows(usage)))
