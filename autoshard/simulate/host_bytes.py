@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil, log2
 
 from autoshard.ir.boundaries import ends_of
 from autoshard.program.host_values import hosted_values
@@ -48,11 +49,14 @@ def _of(prices: StagePrices, rank: int, stored: Mapping[int, float]) -> HostHeld
 
 
 def _stored(prices: StagePrices) -> Mapping[int, float]:
-    """Stage -> bytes that its forward stores for one microbatch."""
+    """Stage -> bytes that its forward stores for one microbatch. torch's allocator of pinned memory rounds every
+    tensor up to a power of two (`CachingHostAllocator`)."""
+    pinned = bool(prices.cluster.device.kernels.multiprocessors)
     lowered = prices.program.lowered
     hosted = hosted_values(lowered)
     result = {part.stage: 0.0 for part in lowered.parts}
     for part in lowered.parts:
         if part.phase == "forward":
-            result[part.stage] += sum(prices.size(v) for v in ends_of(lowered, part).makes if v in hosted)
+            sizes = (prices.size(v) for v in ends_of(lowered, part).makes if v in hosted)
+            result[part.stage] += sum(2.0 ** ceil(log2(size)) if pinned and size else size for size in sizes)
     return result

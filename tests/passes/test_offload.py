@@ -60,6 +60,13 @@ KINDS = ("activations", "parameters", ALL)
 
 
 @functools.cache
+def exchanged(mesh: str) -> Program:
+    """A mixture, all of whose activations are stored: also rows that were sent to their experts."""
+    found = planned("mixtral", mesh)
+    return compile_analysed(replace(found, plan=replace(found.plan, budget=1)), offload="activations")
+
+
+@functools.cache
 def offloaded(name: str, mesh: str, kinds: str, again: str = "", pieces: int = 1) -> Program:
     """A program with some of it in host memory; again: what its layers compute again in backward."""
     found = planned(name, mesh)
@@ -110,6 +117,19 @@ def test_lockstep_equals_eager(name: str, mesh: str, kinds: str) -> None:
     assert report.ok, report.findings
 
 
+@pytest.mark.parametrize("mesh", ["ep=4", "fsdp=2,ep=2"])
+def test_rows_of_experts_wait_there_too(mesh: str) -> None:
+    made = exchanged(mesh)
+    segments = [made.lowered.segments[i.segment] for i in made.lowered.main if isinstance(i, Call)]
+    rows = {t.shape[0] for s in segments for n in s.graph.nodes if "expert_mm" in n.op for t in n.types if t}
+    stored = {t.shape[0] for s in segments for n in s.graph.nodes if n.op == STORE for t in n.types if t}
+    assert stored & rows
+    model, inputs = family("mixtral").make()
+    found = verify(made, model, (), inputs, steps=2)
+    assert found.ok, found.worst()
+    assert verify_static(made).ok
+
+
 @pytest.mark.parametrize("again", ["full", "selective"])
 @pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2"])
 def test_with_recompute_and_microbatches(mesh: str, again: str) -> None:
@@ -157,6 +177,8 @@ TRAINED: dict[str, tuple[Callable[[], Program], str, int]] = {
     "gpt2-fsdp": (lambda: offloaded("gpt2", "fsdp=4", "activations,optimizer"), "gpt2", 1),
     "gpt2-tp": (lambda: offloaded("gpt2", "dp=2,tp=2", ALL), "gpt2", 1),
     "llama-pp": (lambda: staged("llama", ALL), "llama", 4),
+    "mixtral-ep": (lambda: exchanged("fsdp=2,ep=2"), "mixtral", 1),
+    "mixtral-alone": (lambda: exchanged("ep=4"), "mixtral", 1),
     "gpt2-pp": (lambda: staged("gpt2", "activations,optimizer"), "gpt2", 4),
 }
 
