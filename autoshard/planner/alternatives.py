@@ -86,7 +86,8 @@ class Alternatives:
 
     def _try_host(self, better: _Try) -> None:
         """Activations that wait in host memory, on any mesh, where that may spare recomputing, or tiles."""
-        host, plan = self.planned.cluster.device.host, self.planned.plan
+        device, plan = self.planned.cluster.device, self.planned.plan
+        host = device.host if device.kernels.multiprocessors else None  # that of a CPU is its own memory
         if host is None or self.options.offload or plan.offload:
             return
         tiled = len(self._less_tiled) > 1

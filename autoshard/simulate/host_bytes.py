@@ -49,8 +49,8 @@ def _of(prices: StagePrices, rank: int, stored: Mapping[int, float]) -> HostHeld
 
 
 def _stored(prices: StagePrices) -> Mapping[int, float]:
-    """Stage -> bytes that its forward stores for one microbatch. torch's allocator of pinned memory rounds every
-    tensor up to a power of two (`CachingHostAllocator`)."""
+    """Stage -> bytes that its forward stores for one microbatch. torch's allocator of pinned memory rounds
+    every tensor up to a power of two (`CachingHostAllocator`)."""
     pinned = bool(prices.cluster.device.kernels.multiprocessors)
     lowered = prices.program.lowered
     hosted = hosted_values(lowered)

@@ -35,9 +35,8 @@ def planned(batch: int = 2, seq: int = 8192, mesh: str = "pp=4,dp=1", **how: obj
         model,
         mesh,
         example_inputs={"input_ids": ids, "labels": ids},
-        cluster="a100-selene",
         global_batch=batch,
-        **how,
+        **{"cluster": "a100-selene", **how},
     )
 
 
@@ -84,3 +83,8 @@ def test_stages_are_cut_for_what_they_are_measured_to_hold() -> None:
     for gib in (2.0, 2.3, 2.5):
         found = planned(1, 16384, memory=int(gib * 2**30), schedule="1f1b", offload="none")
         assert found.peak is not None and found.peak.bytes <= gib * 2**30
+
+
+def test_the_memory_of_a_cpu_is_its_own_host() -> None:
+    found = planned(1, 4096, "tp=2", memory=2 * 2**30, cluster="cpu-gloo")
+    assert found.plan.recompute and not found.plan.offload
