@@ -231,7 +231,7 @@ class MemoryFitter:
         activations in host memory the search is given more than the memory, and does not see that."""
         budget, memory = self.request.budget, self.cluster.device.memory_bytes
         larger = any(group.device.memory_bytes > memory for group in self.cluster.groups)
-        if budget is None or self.offload != Offload(activations=True) or larger:
+        if budget is None or not self.offload.activations or self.offload.parameters or larger:
             return
         least = least_state(solution.formulated.problem.terms, solution.placements.setting)
         if least > budget:
