@@ -102,7 +102,7 @@ class Alternatives:
         setting, usage = placements.setting, placements.usage
         forward = setting.sums(usage).work_forward
         copying = host.seconds(sum(n for key, n in usage.bytes.items() if key.kind in ("kept", "held")))
-        return setting.recompute_seconds(usage) * min(1.0, forward / copying)
+        return setting.recompute_seconds(usage) * (min(1.0, forward / copying) if copying else 1.0)
 
     def _try_expert_chunks(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """On the same mesh and on runners-up that divide experts among another number of ranks; the options

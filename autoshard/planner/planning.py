@@ -516,14 +516,15 @@ def _chosen(
             continue
         if len(wider) == 1 or solution.interrupted:
             return (solution, times) if best is None else (best, width)
-        if known is None or fitter.full_seconds(solution) < known[1]:
+        recomputing, waiting = _lost(solution, fitter)
+        improved = known is None or fitter.full_seconds(solution) < known[1]
+        if improved:
             # baselines are only reported where it was looked for
             best = solution if best is None else replace(solution, baselines=best.baselines)
             width = times
-        recomputing, waiting = _lost(solution, fitter)
         if recomputing + waiting <= _LITTLE:
             break
-        tried.note(times, enough=solution is not best or waiting > recomputing)
+        tried.note(times, enough=not improved or waiting > recomputing)
     if best is not None:
         return best, width
     assert failure is not None
