@@ -507,6 +507,10 @@ def _chosen(
         try:
             known = None if best is None else (best, fitter.full_seconds(best))
             solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches, known)
+            if len(wider) == 1 or solution.interrupted:
+                return (solution, times) if best is None else (best, width)
+            recomputing, waiting = _lost(solution, fitter)
+            improved = known is None or fitter.full_seconds(solution) < known[1]
         except InfeasibleError as error:
             failure = failure or error
             if best is None and fitter.failed >= _ENOUGH:
@@ -514,10 +518,6 @@ def _chosen(
             if best is not None:
                 tried.note(times, enough=True)
             continue
-        if len(wider) == 1 or solution.interrupted:
-            return (solution, times) if best is None else (best, width)
-        recomputing, waiting = _lost(solution, fitter)
-        improved = known is None or fitter.full_seconds(solution) < known[1]
         if improved:
             # baselines are only reported where it was looked for
             best = solution if best is None else replace(solution, baselines=best.baselines)
