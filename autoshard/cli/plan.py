@@ -435,9 +435,10 @@ def _pipeline_text(summary: PlanSummary) -> str:
     times = [s.forward + s.backward for s in row.stages]
     text = (
         f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} per microbatch, "
-        f"{row.schedule}{chunks}: bubble {row.bubble:.1%}, at most "
-        f"{bytes_text(row.peak_bytes)} on a rank"
+        f"{row.schedule}{chunks}: bubble {row.bubble:.1%}"
     )
+    if "activations" not in summary.offload:  # stages are cut as if all of them stayed
+        text += f", at most {bytes_text(row.peak_bytes)} on a rank"
     if row.equal_stages_seconds is not None and summary.step is not None:
         cut = summary.step.seconds
         equal = cut + row.equal_stages_seconds - min(x for x in row.tried.values() if x is not None)

@@ -14,6 +14,7 @@ from autoshard.options import PlanOptions
 from autoshard.planner.planned import WORTH, Planned
 from autoshard.planner.source import Source
 from autoshard.schedules.registry import lookup, sliced
+from autoshard.search.problem.problem import experts_of
 from autoshard.search.solve.configuration import Staged, data_ways
 from autoshard.search.solve.formulate import layer_calls
 
@@ -27,8 +28,9 @@ _MOST_CALLS = 512
 _MOST_RUNNERS_UP, _NEAR = 3, 1.15
 #: as how many times as long a step in one piece may take, for chunks to be tried
 _CLOSE = 1.05
-#: share of a step that activations in host memory may spare at least, for them to be tried
-_SPARED = 0.03
+#: share of a step that activations in host memory may spare at least, for them to be tried, and that they
+#: spare where other ways are tried with them rather than without
+_SPARED, _MUCH = 0.03, 0.03
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Alternatives:
 
         of = self
         self._try_host(better)
-        if best:
+        if best and fastest().step < (1 - _MUCH) * self.planned.step:
             of = replace(self, planned=fastest(), options=best[0][0].options)
         of._try_expert_chunks(better, fastest)
         of._try_pairs(better)
@@ -85,7 +87,8 @@ class Alternatives:
         return best
 
     def _try_host(self, better: _Try) -> None:
-        """Activations that wait in host memory, on any mesh, where that may spare recomputing, or tiles."""
+        """Activations that wait in host memory, where that may spare recomputing, or tiles: on any mesh, or
+        with experts, which make every mesh a problem of its own, on the same."""
         device, plan = self.planned.cluster.device, self.planned.plan
         host = device.host if device.kernels.multiprocessors else None  # that of a CPU is its own memory
         if host is None or self.options.offload or plan.offload:
@@ -93,7 +96,9 @@ class Alternatives:
         tiled = len(self._less_tiled) > 1
         if tiled or (plan.recompute and self._spared(host) > _SPARED * self.planned.step):
             options, text = replace(self.options, offload="activations"), "activations in host memory"
-            any(better(Alternative(options, (), source, text)) is not None for source in self._less_tiled)
+            experts = experts_of(self.planned.analysis.model)
+            meshes = same_as(self.candidates(options), self.planned) if experts else ()
+            any(better(Alternative(options, meshes, source, text)) is not None for source in self._less_tiled)
 
     def _spared(self, host: Host) -> float:
         """Seconds of recomputing for what may be copied to the host while forward computes."""

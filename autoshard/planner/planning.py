@@ -518,6 +518,9 @@ def _chosen(
             if best is not None:
                 tried.note(times, enough=True)
             continue
+        if known is not None and solution is known[0] and tried.high == math.inf:
+            tried.note(times, enough=False)  # nothing else fits: more may let the search recompute less
+            continue
         if improved:
             # baselines are only reported where it was looked for
             best = solution if best is None else replace(solution, baselines=best.baselines)
