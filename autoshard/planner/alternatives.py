@@ -4,7 +4,7 @@ chunks, forwards beside backwards of other microbatches, sequences in slices."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
@@ -98,7 +98,7 @@ class Alternatives:
             options, text = replace(self.options, offload="activations"), "activations in host memory"
             experts = experts_of(self.planned.analysis.model)
             meshes = same_as(self.candidates(options), self.planned) if experts else ()
-            any(better(Alternative(options, meshes, source, text)) is not None for source in self._less_tiled)
+            _first_that_fits(better, (Alternative(options, meshes, s, text) for s in self._less_tiled))
 
     def _spared(self, host: Host) -> float:
         """Seconds of recomputing for what may be copied to the host while forward computes."""
@@ -153,7 +153,7 @@ class Alternatives:
                 continue
             options = replace(self.options, schedule=name, chunks=None, slices=slices)
             text = f"{slices} slices of each sequence"
-            any(better(self._on_the_same(options, source, text)) is not None for source in self._less_tiled)
+            _first_that_fits(better, (self._on_the_same(options, s, text) for s in self._less_tiled))
             if fastest() is before:
                 break
 
@@ -205,6 +205,13 @@ def same_as(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
     same = [s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks]
     # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
     return [replace(s, batches=(config.batch,)) for s in (*same, Staged(config.mesh))[:1]]
+
+
+def _first_that_fits(better: _Try, tries: Iterable[Alternative]) -> None:
+    """Try them one after the other, up to one that has a plan."""
+    for each in tries:
+        if better(each) is not None:
+            return
 
 
 def _expert_ranks(mesh: Mesh) -> int:

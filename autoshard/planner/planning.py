@@ -428,14 +428,7 @@ def plan_analysed(
         best = replace(best, pipeline=staging.pipeline)
     repeated = partial(fitter.program_peaks, solution, staging)
     return Planned(
-        best,
-        analysis,
-        cluster,
-        solution,
-        staging=staging,
-        peak=fitted.peak,
-        peaks=repeated,
-        width=width,
+        best, analysis, cluster, solution, staging=staging, peak=fitted.peak, peaks=repeated, width=width
     )
 
 

@@ -97,8 +97,7 @@ class _Writing:
             self.arrive(frozenset(uses_of(item)))
             new = [self.storage[v] for v in item.outs]
             if isinstance(item, Call):
-                freeing = self.kind != "F" or self.transients.sliced
-                held = there if freeing else frozenset[Storage]()
+                held = self.transients.freeable(self.kind, there)
                 here = [own for own in self.dying.get(k, ()) if own[0] in self.live or own in held]
                 moved = self.transients.moved(item, self.storage, here)
                 self.call(number, item, {own[0] for own in new} | self.kept, moved)

@@ -108,7 +108,6 @@ class _Rank:
         self.totals = {s: [v for v in accumulated(program, s) if v in self.storage] for s in self.stages}
         self.writer = ScriptWriter(self.transients, prices.sheets, self.storage)
         self.log = _Log()
-        self._sliced = self.transients.sliced
         self._scripts: dict[tuple[int, str, int], Script] = {}
 
     def events(self, steps: int) -> Iterator[Event]:
@@ -189,7 +188,7 @@ class _Rank:
 
     def _after(self, action: Action) -> Sequence[Storage]:
         """What the stage holds of the microbatch when an action has ended."""
-        if self._sliced:
+        if self.transients.sliced:
             of = self.prices.kept_of_slices[action.stage]
             return sorted((of.forward if action.kind == "F" else of.backward)[action.slice], key=_name)
         return {"F": self._of_forward, "I": self._of_input}.get(action.kind, {}).get(action.stage, ())
@@ -215,7 +214,7 @@ class _Rank:
     def _script(self, action: Action) -> Script:
         key = (action.stage, action.kind, action.slice)
         if key not in self._scripts:
-            kept = frozenset(self._after(action)) if self._sliced else self.kept[action.stage].held
+            kept = frozenset(self._after(action)) if self.transients.sliced else self.kept[action.stage].held
             self._scripts[key] = self.writer.script(self.transients.parts_of(action), action.kind, kept)
         return self._scripts[key]
 

@@ -138,8 +138,7 @@ def kept_of_slices(program: Program, stage: int, slices: int, size_of: SizeOf) -
     """What the slices of a microbatch leave to later slices and to backward: values that they make, or are
     sent; keys and values, say, and going back the gradients of those, to which earlier slices add."""
     rank, lowered = _Rank(program, size_of), program.lowered
-    rank.run(stage, ("forward",))
-    rank.run(stage, ("backward",))
+    rank.run(stage, ("forward", "backward"))
     reads: dict[tuple[str, int], set[Storage]] = {}
     has: dict[tuple[str, int], set[Storage]] = {}
     for part in lowered.of_stage.get(stage, ()):

@@ -20,7 +20,6 @@ def in_slices(
     2021, section 3.3); everything else is divided as positions are. latency: seconds of every message,
     however short.
     """
-
     shares = slices.shares
 
     def computing(seconds: Sequence[float], attention: Sequence[float]) -> tuple[float, ...]:

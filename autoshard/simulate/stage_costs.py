@@ -152,15 +152,16 @@ class StagePrices:
     def held(self) -> StageCosts:
         """The bytes of `costs`, without its seconds."""
         count, slices = self.schedule.stages, self.schedule.slices
-        kept = [self.kept[s] for s in range(count)]
-        held, weight, made = ([getattr(k, n) for k in kept] for n in ("held", "weight", "made"))
-        freed: list[float] = []
         if slices > 1:  # backward is not split
             beside = [self.parts.beside(s) * share for s in range(count) for share in self.slice_shares]
-            parts = [self.kept_of_slices[s] for s in range(count)]
+            parts = self.kept_of_slices
             held = [x + y for x, y in zip((x for p in parts for x in p.added), beside, strict=True)]
             freed = [x + y for x, y in zip((x for p in parts for x in p.freed), beside, strict=True)]
             weight = made = [0.0] * len(held)
+        else:
+            kept = [self.kept[s] for s in range(count)]
+            held, weight, made = ([getattr(k, n) for k in kept] for n in ("held", "weight", "made"))
+            freed = []
         nothing, hops = (0.0,) * (count * slices), (0.0,) * ((count - 1) * slices)
         return StageCosts(
             *(nothing,) * 4,

@@ -142,9 +142,12 @@ class Transients:
 
         key = (kind == "F", likeness(items, lowered.values, marks))
         if key not in self._alike:
-            freed = there if kind != "F" or self.sliced else frozenset[Storage]()
-            self._alike[key] = self._walk(items, storage, staying, freed, arriving)
+            self._alike[key] = self._walk(items, storage, staying, self.freeable(kind, there), arriving)
         return self._alike[key]
+
+    def freeable(self, kind: str, there: frozenset[Storage]) -> frozenset[Storage]:
+        """What an action may free of what is there as it begins: a forward, what slices before it left."""
+        return there if kind != "F" or self.sliced else frozenset()
 
     def _forward(
         self, parts: Sequence[StagePart], storage: Mapping[str, Storage], keeping: Keeping

@@ -32,7 +32,8 @@ class Templates:
         self.of, self.joined = of, joined
         self._known: dict[Hashable, _Template] = {}
         self._types: dict[PlacedValue | None, int] = {}
-        self._values: dict[int, tuple[Sequence[Statement], list[str], Hashable]] = {}
+        #: a run by its first statement and their number -> its values, what is known of them
+        self._values: dict[tuple[int, int], tuple[list[str], Hashable]] = {}
 
     def key(self, statements: Sequence[Statement], how: Hashable, have: Collection[str]) -> Hashable:
         """how: segment, phase, slice, and the ways in which the statements run."""
@@ -41,8 +42,8 @@ class Templates:
 
     def _roles(self, statements: Sequence[Statement]) -> tuple[list[str], Hashable]:
         """(the values of a call by their roles, what is known of them)."""
-        known = self._values.get(id(statements[0]))
-        if known is None or len(known[0]) != len(statements):
+        run = id(statements[0]), len(statements)
+        if run not in self._values:
             numbers: dict[str, int] = {}
             order = [numbers.setdefault(v, len(numbers)) for v in _named(statements)]
             of, values = self.of, list(numbers)
@@ -55,8 +56,8 @@ class Templates:
                         values += [also[name]] if source == len(values) else []
             facts = [(self._type(v), of.place(v), v in of.summed, v in self.joined) for v in values]
             alike = tuple(s.number for s in statements), tuple(order), tuple(sources), tuple(facts)
-            known = self._values[id(statements[0])] = statements, values, alike
-        return known[1], known[2]
+            self._values[run] = values, alike
+        return self._values[run]
 
     def _type(self, value: str) -> int:
         """Type and layout of a value, in a number."""
