@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.capture.garbage import collected_rarely
 from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target
 from autoshard.cluster.load import catalog_names
 from autoshard.errors import UsageError
@@ -98,7 +99,7 @@ def plan(
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
     chosen = options_from(PlanOptions, overrides, options)
-    with stages_said(progress) as say:
+    with stages_said(progress) as say, collected_rarely():
         request = request_of(model, mesh, cluster, chosen, target, say)
         source = Source.of_options(model, *split_inputs(example_inputs), chosen, rules)
         return request.planned_for_device(source) if device else request.planned(source)
@@ -123,7 +124,7 @@ def plan_length_range(
     """
     chosen = options_from(PlanOptions, overrides, options)
     source = Source.of_options(model, *split_inputs(example_inputs), chosen, rules)
-    with stages_said(progress) as say:
+    with stages_said(progress) as say, collected_rarely():
         request = request_of(model, mesh, cluster, chosen, target, say)
         return planner_range.plan_range(request, source, lengths)
 
@@ -150,7 +151,7 @@ def plan_lengths(
     """
     chosen = options_from(PlanOptions, overrides, options)
     source = Source.of_options(model, *split_inputs(example_inputs), chosen, rules)
-    with stages_said(progress) as say:
+    with stages_said(progress) as say, collected_rarely():
         request = request_of(model, mesh, cluster, chosen, "", say)
         return planner_lengths.plan_lengths(request, source, planner_lengths.parse_lengths(lengths))
 
@@ -171,7 +172,7 @@ def compile(
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
     made for. passes: fields of `autoshard.PassOptions` by name.
     """
-    with stages_said(progress) as say:
+    with stages_said(progress) as say, collected_rarely():
         if isinstance(plan, Plan):
             args, kwargs = split_inputs(example_inputs)
             source = Source.of_plan(model, args, kwargs, plan, rules)

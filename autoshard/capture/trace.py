@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from autoshard.capture import tracing
 from autoshard.capture.data_dependent.masked_rows import RowsReturnedError, TurnRaisesError
 from autoshard.capture.data_dependent.slot_rows import NoSlotsError
+from autoshard.capture.garbage import not_collected
 from autoshard.capture.host_random import no_host_random
 from autoshard.capture.joint_trace import Traced
 from autoshard.capture.meta_args import AbsentUsedError
@@ -48,7 +48,7 @@ def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: b
     mode = tracing.fake_mode()
     flag = tracing.compiling() if compiling else nullcontext()
     # the first call of a model may be one for inference, the next one for training
-    with torch.inference_mode(False), torch.enable_grad(), flag, _no_garbage_collection(), no_host_random():
+    with torch.inference_mode(False), torch.enable_grad(), flag, not_collected(), no_host_random():
         while True:
             try:
                 fakes = [tracing.fake_like(t, mode) for t in tensors]
@@ -75,18 +75,6 @@ def _known(function: Function, *tensors: torch.Tensor) -> tuple[torch.Tensor, ..
     if len(function.replaced) > before:
         raise _ReplacedError
     return outputs
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A trace makes many small objects that all stay: looking through them again and again is wasted."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 class NeedsValuesError(CaptureError):

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from autoshard._version import __version__
+from autoshard.capture.garbage import RARELY
 from autoshard.cli.advise import check_config_command
 from autoshard.cli.audit import audit_command
 from autoshard.cli.check import check_command
@@ -85,7 +86,7 @@ def main() -> None:
 
 def collect_rarely() -> None:
     """Collect garbage as rarely as suits a process that ends soon."""
-    gc.set_threshold(5_000_000, 20, 100)
+    gc.set_threshold(*RARELY)
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -9,6 +9,7 @@ from functools import cache, partial
 
 from torch import nn
 
+from autoshard.capture.garbage import collected_rarely
 from autoshard.capture.python_state.captured_state import CapturedState, state_here
 from autoshard.capture.python_state.model_key import NoKeyError, model_key
 from autoshard.cluster import Cluster, Mesh
@@ -92,7 +93,7 @@ class ModelCompiler:
         shares: Sequence[LengthShare] = (),
     ) -> CompiledOnce[Planned]:
         def compile_here() -> tuple[Program, Planned]:
-            with stages_said(self.progress, here=self.ranks.first) as say:
+            with stages_said(self.progress, here=self.ranks.first) as say, collected_rarely():
                 request = request_of(model, self.mesh, self.cluster, options, progress=say)
                 source = self._source(model, inputs, options.replicate_unknown, options)
                 if shares:

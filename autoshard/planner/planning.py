@@ -134,7 +134,8 @@ class PlanningRequest:
                 smaller = replace(request, memory=less, options=replace(self.options, offload=kinds))
                 self.progress("planning with less memory")
                 with suppress(InfeasibleError):
-                    before, result = result, self._on_device(smaller.planned_from(source, analysis, searches))
+                    before = result
+                    result = self._on_device(smaller._with_less(before, source, analysis, searches))
                     request = smaller
                     notes = tuple(n.replace(_words(before.plan.offload), _words(kinds)) for n in notes)
                     break
@@ -161,6 +162,17 @@ class PlanningRequest:
             "the CUDA context and NCCL"
         )
         return replace(result, plan=replace(result.plan, warnings=(*result.plan.warnings, *notes, text)))
+
+    def _with_less(self, before: Planned, source: Source, analysis: Analysis, searches: Searches) -> Planned:
+        """A plan of less memory than one before: on its mesh, unless that is slower. No other mesh was faster
+        with more memory."""
+        if before.plan.offload == self.options.offload and before.source is not None:
+            meshes = same_as(self._candidates(before.analysis), before)
+            alike = Alternative(self.options, meshes, before.source, "less memory")
+            result = self._replanned(searches, before, alike)
+            if result is not None and not before.is_faster(result):
+                return result
+        return self.planned_from(source, analysis, searches)
 
     def _as_much_offloaded(self, kinds: str) -> Sequence[str]:
         """What may be in host memory where so much is; no more than that if it was asked for."""
@@ -189,17 +201,18 @@ class PlanningRequest:
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
         widths = (planned.width,) if planned.plan.offload else self.widths
+        if new.options.offload and not planned.plan.offload:
+            widths = _WIDER[1:]  # as wide as the memory is, the plan stands
         searcher = replace(self, options=new.options, widths=widths)
         try:
             if new.source != planned.source:
                 analysis = new.source.analysed_from(analysis.captured, self.progress)
             if new.meshes:
                 among = planned.solution
-                result = searcher._searched(new.source, analysis, new.meshes, request, Searches(), among)
+                result = searcher._searched(new.source, analysis, new.meshes, request, searches, among)
             else:
-                # as wide as the memory is, another plan was the best
-                wide = replace(searcher, widths=_WIDER[1:], options=replace(new.options, baselines=False))
-                result = wide._of_any_batch(new.source, analysis, searches)
+                searcher = replace(searcher, options=replace(new.options, baselines=False))
+                result = searcher._of_any_batch(new.source, analysis, searches)
                 assert result.solution is not None and planned.solution is not None
                 solution = replace(result.solution, baselines=planned.solution.baselines)
                 result = replace(result, solution=solution)

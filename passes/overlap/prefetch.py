@@ -83,10 +83,18 @@ class _Costs:
     def __init__(self, lowered: Lowered, seconds: Seconds) -> None:
         self.lowered, self.seconds = lowered, seconds
         self._of: dict[str, list[float]] = {}
+        self._computing: dict[str, float] = {}
 
     def computing(self, item: Sequence[Statement]) -> float:
-        """Of all that computes in an item of main."""
-        return sum(self._one(s) for s in item if not is_message(s.node) or is_ring(s.node))
+        """Of all that computes in an item of main, of which all statements are given."""
+        call = self.lowered.main[item[0].item]
+        name = call.segment if isinstance(call, Call) else ""
+        if name not in self._computing:
+            seconds = sum(self._one(s) for s in item if not is_message(s.node) or is_ring(s.node))
+            if not name:
+                return seconds
+            self._computing[name] = seconds
+        return self._computing[name]
 
     def messages(self, chosen: Sequence[Statement]) -> float:
         return sum(self._one(s) for s in chosen if is_message(s.node))

@@ -27,7 +27,8 @@ class PlanningRow:
     """What a process took and found.
 
     process_s: its whole life, seconds, imports of torch and transformers and building the model among it.
-    capture_s: of the trace; search_s: from there to the plan, baselines among it. peak_gib: of its resident
+    capture_s: of the trace; search_s: from there to the plan, with baselines, other ways to run it and the
+    allocator. peak_gib: of its resident
     memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. baseline: the best one by hand with its
     mesh, "" if none can be used, and then baselines_why says why; baseline_ratio: its step over the plan's.
     """
@@ -56,33 +57,30 @@ def plan_case(case: Case) -> PlanningRow:
 
     Raises what `autoshard.plan` raises.
     """
-    from autoshard.capture.capture import capture
-    from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.options import PlanOptions
-    from autoshard.planner.analysis import analyse
-    from autoshard.planner.planning import PlanningRequest
-    from autoshard.planner.source import Source
     from autoshard.report.summary import summarise
     from autoshard.validate.models import on_meta
 
     model, inputs = on_meta(case.model, case.batch, case.seq)
-    cluster = load_cluster(case.cluster)
-    batch = None if case.mesh else case.batch
-    request = PlanningRequest(
-        Mesh.parse(case.mesh) if case.mesh else cluster,
-        cluster,
-        case.devices,
-        PlanOptions(global_batch=batch, optimizer=case.optimizer, baselines=not case.mesh),
-        # as for `autoshard.plan`: a mesh alone has no limit of memory
-        memory=None if case.mesh else usable_memory(cluster.used_by(case.devices).device),
-        target="",
-        progress=lambda _: None,
-    )
+    begun: dict[str, float] = {}
+
+    def begin(stage: str) -> None:
+        begun.setdefault(stage, time.perf_counter())
+
     start = time.perf_counter()
-    joint = capture(model, (), inputs)
-    captured = time.perf_counter()
-    planned = request.planned_from(Source(model, (), inputs), analyse(joint))
-    end = time.perf_counter()
+    # as for `autoshard.plan`: a mesh alone has no limit of memory
+    options = PlanOptions(optimizer=case.optimizer, baselines=not case.mesh)
+    if not case.mesh:
+        options = replace(options, devices=case.devices, global_batch=case.batch)
+    planned = autoshard.plan(
+        model,
+        case.mesh or case.cluster,
+        example_inputs=inputs,
+        options=options,
+        device=True,
+        progress=begin,
+    )
+    end, captured = time.perf_counter(), begun["folding"]
     summary = summarise(planned.plan, planned.analysis, planned.solution, planned.staging, planned.peak)
     assert summary.step is not None
     usable = [(r.ratio, f"{r.name} {r.mesh}") for r in summary.baselines if r.ratio is not None]
@@ -171,9 +169,8 @@ def _main(text: str) -> None:
 
 
 if __name__ == "__main__":
-    from autoshard.cli.main import collect_rarely, end_at_once
+    from autoshard.cli.main import end_at_once
 
-    collect_rarely()  # as the `autoshard plan` command does, which this stands for
     if str(Path(__file__).resolve()) != sys.argv[2]:
         raise SystemExit(f"{sys.argv[2]} is not what is installed: run `pip install -e .` there")
     _main(sys.argv[1])
