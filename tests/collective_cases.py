@@ -81,6 +81,10 @@ def _cases() -> list[Case]:
         ((2, 8, 0), 1),
         ((2, 0), 1),
         ((900, 400), 0),
+        # one piece of memory for each rank, as with one sequence in front of its tokens
+        ((1, 8, 3), 1),
+        ((1, 1, 12), 2),
+        ((1, 300, 301, 4), 1),
     ]
     found += [Case("all_gather", s, (d,)) for s, d in shapes]
     found += [Case("reduce_scatter", s, (d,)) for s, d in shapes]
@@ -96,6 +100,9 @@ def _cases() -> list[Case]:
         found.append(Case("all_to_all", shape, (first, first + 1)))
         found.append(Case("all_to_all", shape, (first + 1, first), (("split_outer", 2),)))
         found.append(Case("all_to_all", shape, (first, first + 1), (("concat_outer", 2),)))
+    for split, joined in ((1, 2), (2, 1)):
+        found.append(Case("all_to_all", (1, 8, 16), (split, joined)))
+    found.append(Case("all_to_all", (1, 1, 8, 4), (2, 3)))
     for name in ("split_outer", "concat_outer"):
         found.append(Case("all_to_all", (8, 16), (1, 0), ((name, -2),)))
     return found

@@ -18,7 +18,7 @@ from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
 from autoshard.ir.collectives import TransferKind, transfer_between
 from autoshard.ir.local_bytes import held_numel
-from autoshard.ir.placement import Layout, Placement, R, Replicate, Shard, layout_ok
+from autoshard.ir.placement import Layout, Placement, R, Replicate, Shard, in_one_piece, layout_ok
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
@@ -145,7 +145,12 @@ class ReshardCost:
         full = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
         width = type_.nbytes / max(1, type_.numel)
         nbytes = type_.existing(held_numel(type_.shape, full, self.sizes)) * width
-        return self._price(step.kind, step.axis, nbytes, step.source, step.target)
+        time, copy = self._prices(step.kind, step.axis, nbytes)
+        for end in (step.source, step.target):
+            layout = tuple(end if a == step.axis else p for a, p in enumerate(source))
+            if not in_one_piece(type_.shape, layout, self.sizes, step.axis):
+                time += copy
+        return time
 
     def table(
         self, type_: TensorType, layouts: Iterable[Layout], share: Share = ALONE, scale: float = 1.0
@@ -215,8 +220,12 @@ class ReshardCost:
                     full = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
                     prices: dict[TransferKind, tuple[float, float]] = {}
                     ends = [
-                        (i, p, _is_copied(p), _even(type_.shape, nodes[i], axis, self.sizes))
-                        for i, p in ((i, nodes[i][axis]) for i in group)
+                        (
+                            *(i, nodes[i][axis]),
+                            not in_one_piece(type_.shape, nodes[i], self.sizes, axis, scale),
+                            _even(type_.shape, nodes[i], axis, self.sizes),
+                        )
+                        for i in group
                     ]
                     for i, p, copied_from, even_from in ends:
                         for j, q, copied_to, even_to in ends:
@@ -234,16 +243,6 @@ class ReshardCost:
                                 time += copy
                             cost[i, j] = time + copy if copied_to else time
         return cost
-
-    def _price(
-        self, kind: TransferKind, axis: int, whole: float, source: Placement, target: Placement
-    ) -> float:
-        """Seconds of a step; whole: bytes on a rank if the axis splits nothing."""
-        time, copy = self._prices(kind, axis, whole)
-        for layout in (source, target):
-            if _is_copied(layout):
-                time += copy
-        return time
 
     def _prices(self, kind: TransferKind, axis: int, whole: float, share: float = 1.0) -> tuple[float, float]:
         """(seconds of the message of a step, of each copy that its ends need)."""
@@ -263,8 +262,3 @@ class ReshardCost:
 
 def _dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
-
-
-def _is_copied(placement: Placement) -> bool:
-    """Whether what a collective takes or gives lies otherwise in memory than the tensor does."""
-    return isinstance(placement, Shard) and (placement.dim > 0 or placement.outer != 1 or placement.inner > 1)

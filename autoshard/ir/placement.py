@@ -206,6 +206,34 @@ def shards_of_dim(
     ]
 
 
+def in_one_piece(
+    shape: Sequence[int], layout: Layout, sizes: Sequence[int], axis: int, scale: float = 1.0
+) -> bool:
+    """Whether a rank's part of what it would hold without an axis lies in one piece of that memory.
+
+    scale: as many times as many rows are in front of a dim, where the tensor stands for a larger one.
+    """
+    placed = layout[axis]
+    if not isinstance(placed, Shard):
+        return True
+    dim = placed.dim
+    before = [
+        (p.blocks, t)
+        for p, t in zip(layout[:axis], sizes, strict=False)
+        if isinstance(p, Shard) and p.dim == dim
+    ]
+    if placed.outer < 0 or local_outer(placed, before) != 1:
+        return False
+    rows = prod(shape[:dim])
+    if dim == 0 or rows == 0:
+        return True
+    if rows > prod(sizes):
+        return False  # more than can be divided among the ranks
+    zeros = (0,) * len(sizes)
+    held = (local_extent(shape[d], shards_of_dim(layout, d, sizes, zeros))[1] for d in range(dim))
+    return prod(held) * scale <= 1
+
+
 def layout_ok(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether a tensor of this global shape can lie like that on a mesh with these axis sizes."""
     shards = [(p, t) for p, t in zip(layout, sizes, strict=True) if isinstance(p, Shard)]

@@ -25,7 +25,7 @@ from autoshard.runtime.exchange import ExpertExchange, Hop, Send
 from autoshard.runtime.pending import Issue, Pending, PendingCollective, as_it_is
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.ring_attention import RingAttention
-from autoshard.runtime.shard_utils import join_parts, part_in_blocks, part_shapes, take_part
+from autoshard.runtime.shard_utils import in_one_piece, join_parts, part_in_blocks, part_shapes, take_part
 from autoshard.runtime.transport import symmetric
 from autoshard.runtime.transport.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack, sums, unpack
@@ -196,10 +196,10 @@ class GroupCollectives:
 
             return PendingCollective(self.over[axis].gather_rows(sent, join), as_it_is)
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
-        if dim == 0 and outer == 1:
-            return PendingCollective(self.over[axis].gather(sent), as_it_is)
-
         shape = sent.shape
+        if in_one_piece(shape, dim, outer):
+            full = (*shape[:dim], ways * shape[dim], *shape[dim + 1 :])
+            return PendingCollective(self.over[axis].gather(sent.view(shape[dim:])), _viewed(full))
 
         def whole(rows: Sequence[torch.Tensor]) -> torch.Tensor:
             return join_parts([row.view(shape) for row in rows], dim, outer)
@@ -217,10 +217,10 @@ class GroupCollectives:
         size: int | None = None,
     ) -> PendingCollective:
         ways = view.size_of(axis)
-        if size is None and dim == 0 and outer == 1:
-            sent = x.contiguous()
-            arriving, own = self.over[axis].scatter(sent)
-            return PendingCollective(arriving, own)
+        if size is None and in_one_piece(x.shape, dim, outer):
+            arriving, own = self.over[axis].scatter(x.contiguous().view(x.shape[dim:]))
+            part = (*x.shape[:dim], x.shape[dim] // ways, *x.shape[dim + 1 :])
+            return PendingCollective(arriving, lambda got: own(got).view(part))
         parts = [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
         shapes = part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
         shape = shapes[view.coord_of(axis)]
@@ -239,9 +239,16 @@ class GroupCollectives:
         concat_outer: int = 1,
     ) -> PendingCollective:
         ways = view.size_of(axis)
-        parts = [part_in_blocks(x, split_dim, ways, k, split_outer) for k in range(ways)]
-        sent = _together(self.over[axis], parts)
+        if in_one_piece(x.shape, split_dim, split_outer):
+            sent = x.contiguous().view(-1)
+        else:
+            parts = [part_in_blocks(x, split_dim, ways, k, split_outer) for k in range(ways)]
+            sent = _together(self.over[axis], parts)
         shape = part_shapes(x.shape, split_dim, x.shape[split_dim], ways, split_outer, 1)[0]
+
+        if in_one_piece(shape, concat_dim, concat_outer):
+            full = (*shape[:concat_dim], ways * shape[concat_dim], *shape[concat_dim + 1 :])
+            return PendingCollective(self.over[axis].all_to_all(sent), _viewed(full))
 
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts(got.view(ways, *shape).unbind(), concat_dim, concat_outer)
@@ -466,6 +473,10 @@ class GroupCollectives:
     ) -> torch.Tensor:
         # contiguous: kernels such as layer norm's backward misread strided statistics without a word
         return take_part(x, dim, view.size_of(axis), view.coord_of(axis), outer, inner).contiguous()
+
+
+def _viewed(shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda got: got.view(shape)
 
 
 def _where_shapes(shape: Sequence[int], where: Where, ways: int) -> list[tuple[int, ...]]:

@@ -35,7 +35,7 @@ def message_of(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> OnThe
         return OnTheWay(frozenset(node.outs), turn_of(node), taken, 0.0)
     given = sum(ops.nbytes(values[n]) for n in node.outs if n in values)
     spec = COLLECTIVES[node.op]
-    full = not ops.copied(node)  # lies in memory as it is sent
+    cut, joined = ops.strewn(node, values)  # what does not lie in memory as it is sent, and as it comes
     held = finish = 0.0
     if ops.behaviour.transport == "memory" and spec.family == "layout":
         # what is sent lies there until it arrives, and what comes is made from what the others have sent
@@ -43,15 +43,15 @@ def message_of(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> OnThe
         return OnTheWay(frozenset(node.outs), turn_of(node), taken - given, new)
     match spec.family, spec.transfer:
         case "layout", "all_gather":
-            held, finish = (taken if spec.bucket and not full else 0.0), (0.0 if full else given)
+            held, finish = (taken if spec.bucket and joined else 0.0), (given if joined else 0.0)
         case "layout", "reduce_scatter":
-            held = 0.0 if full else taken
+            held = taken if cut else 0.0
             if ops.behaviour.transport == "network":  # the parts of all ranks come first, then their sum
                 held, finish = held + taken - given, given
                 if taken > FEW:  # only what others send arrives
                     held -= given
         case "layout", "all_to_all":
-            held, finish = taken, given
+            held, finish = (taken if cut else 0.0), (given if joined else 0.0)
         case "experts", _:
             held = 2.0 * ops.sent_tokens(node, values)[-1] - given  # what goes, and what comes
         case "quantised", "all_gather":

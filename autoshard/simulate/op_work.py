@@ -364,12 +364,12 @@ class Ops:
         if not spec.primitive:
             # a part that does not lie in one piece is copied (`runtime.collectives`)
             part = sum(self.nbytes(values[name]) for name in node.outs)
-            return [MemoryWork(2.0 * part)] if self._strewn(node) else []
+            return [MemoryWork(2.0 * part)] if self.strewn(node, values)[0] else []
         counted = node.outs if spec.gathers else tuple(refs_of(node))
         total = sum(self.nbytes(values[n]) / self._narrower(n, values, narrow) for n in counted)
         message = CollectiveWork(spec.primitive, self.mesh.index(str(node.args[1])), total)
         # a single tensor lies in memory as it is sent, if it is split by rows or not at all
-        moved = 2.0 * total if self.copied(node) else 0.0
+        moved = 2.0 * total * sum(self.strewn(node, values))
         if moved and spec.transfer == "reduce_scatter" and _outer(node) != 1:
             moved *= 2  # first part by part, then into one tensor
         if self.behaviour.transport == "memory" and spec.transfer != "all_to_all":
@@ -399,19 +399,24 @@ class Ops:
             return 1.0
         return DTYPES[values[name].type.dtype][1] / _NARROW
 
-    def copied(self, node: Node) -> bool:
-        """Whether what a collective takes or makes is copied to, or from, the way it is sent: a single tensor
-        if it is not split by rows, the tensors of a bucket unless they are views of a flat one."""
+    def strewn(self, node: Node, values: Mapping[str, PlacedValue]) -> tuple[bool, bool]:
+        """Whether what a rank sends, and what it receives, is copied, as it lies in several pieces of a
+        tensor; so are the tensors of a bucket, together, unless they are views of a flat one."""
         spec, how = COLLECTIVES[node.op], self.behaviour
         if spec.bucket:
-            return not (how.flat_parameters if spec.gathers else how.flat_gradients)
-        if len(node.outs if spec.gathers else tuple(refs_of(node))) > 1:
-            return True
-        return spec.transfer != "all_reduce" and self._strewn(node)
-
-    def _strewn(self, node: Node) -> bool:
-        """Whether what a rank has of a whole lies in more than one piece of its memory."""
-        return self.behaviour.copied_messages and (any(node.args[2:3]) or _outer(node) != 1)
+            flat = how.flat_parameters if spec.gathers else how.flat_gradients
+            return not (spec.gathers or flat), spec.gathers and not flat
+        if spec.family != "layout" or spec.transfer == "all_reduce" or not how.copied_messages:
+            return False, False
+        (where,) = wheres_of(node)
+        # where it is cut, and where it is joined: (dim, blocks)
+        ends = (where[0::2], where[1::2]) if spec.transfer == "all_to_all" else (where[:2], where[:2])
+        names = next(iter(refs_of(node))), node.outs[0]
+        cut, joined = (
+            blocks != 1 or prod(self.shape(values[name])[:dim]) > 1
+            for (dim, blocks), name in zip(ends, names, strict=True)
+        )
+        return cut and not spec.gathers, joined and spec.transfer in ("all_gather", "all_to_all")
 
     def _quantised(self, node: Node, spec: CollectiveSpec, values: Mapping[str, PlacedValue]) -> list[Work]:
         """A message with less precision: packed, unless it is a wire already, sent, unpacked

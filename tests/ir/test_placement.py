@@ -25,9 +25,11 @@ from autoshard.ir.placement import (
     Shard,
     chunk,
     dims_compatible,
+    in_one_piece,
     is_even,
     layout_ok,
     local_extent,
+    local_outer,
     local_shape,
     parse_placement,
     shard_of_digit,
@@ -306,3 +308,27 @@ def test_merged_statistics_are_those_of_the_whole_row(parts: int, seed: int) -> 
 def test_placements_print_short() -> None:
     layout: Layout = (R, Shard(1), Shard(0, outer=3, inner=2), Partial(), Partial("max"))
     assert [str(p) for p in layout] == ["R", "S(1)", "S(0,outer=3,inner=2)", "P", "P(max)"]
+
+
+@given(st.data())
+def test_parts_in_one_piece_are_views_that_follow_each_other(data: st.DataObject) -> None:
+    sizes = (2, 2)
+    choices = [R, *(Shard(d, o) for d in range(3) for o in (1, 2, 4, -4))]
+    shape = tuple(data.draw(st.tuples(*[st.sampled_from((1, 2, 4, 8))] * 3)))
+    layout = data.draw(
+        st.tuples(*[st.sampled_from(choices)] * 2).filter(lambda c: layout_ok(shape, c, sizes))
+    )
+    placed = layout[1]
+    if not isinstance(placed, Shard):
+        assert in_one_piece(shape, layout, sizes, 1)
+        return
+    # what a rank has without the last axis, and where in it lies what each rank of that axis has
+    held = prod(local_shape(shape, (layout[0], R), sizes, (0, 0)))
+    whole = torch.arange(held).view(local_shape(shape, (layout[0], R), sizes, (0, 0)))
+    before = [(p.blocks, 2) for p in layout[:1] if isinstance(p, Shard) and p.dim == placed.dim]
+    outer = local_outer(placed, before) * (1 if placed.outer > 0 else -1)
+    parts = [take_part(whole, placed.dim, 2, k, outer).flatten().tolist() for k in (0, 1)]
+    assert in_one_piece(shape, layout, sizes, 1) == (
+        [*parts[0], *parts[1]] == list(range(held)) and outer == 1
+    )
+    assert not in_one_piece(shape, layout, sizes, 1, 2.0) or placed.dim == 0
