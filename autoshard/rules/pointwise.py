@@ -84,6 +84,12 @@ def _where(node: Node, ins: Sequence[TensorType]) -> Factored:
     return broadcast(ins, node.types, linear=((1, 2),) if len(ins) == 3 else ())
 
 
+def _where_number(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A number elsewhere: zero is as good a part of a sum as the sum itself."""
+    number = next(arg for arg in node.args[1:] if not isinstance(arg, Ref))
+    return broadcast(ins, node.types, linear=((1,),) if number == 0 else ())
+
+
 def _masked_fill(node: Node, ins: Sequence[TensorType]) -> Factored:
     return broadcast(ins, node.types, linear=((0,),) if node.args[2] == 0 else ())
 
@@ -139,8 +145,8 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten._to_copy.default": _cast,
         "prims.convert_element_type.default": _prims_cast,
         "aten.where.self": _where,
-        "aten.where.ScalarOther": _plain,
-        "aten.where.ScalarSelf": _plain,
+        "aten.where.ScalarOther": _where_number,
+        "aten.where.ScalarSelf": _where_number,
         "aten.masked_fill.Scalar": _masked_fill,
         "aten.fake_quantize_per_channel_affine_cachemask.default": _fake_quantize_per_channel,
         "aten.glu.default": _glu,

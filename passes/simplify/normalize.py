@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
-from autoshard.ir import Folded, Graph, Node, Ref, TensorType, substitute
+import torch
+
+from autoshard.ir import Arg, Folded, Graph, Node, Ref, TensorType, substitute
 from autoshard.ir.views import ALIASES, RESHAPES
 from autoshard.passes.segment_parts import without_dead
 
@@ -20,6 +23,8 @@ IDENTITIES = (
 )
 TRANSPOSES = ("aten.t.default",)
 RANDOM = ("autoshard.dropout.default",)
+#: what fills a tensor with a number -> which argument that is
+_FILLED_WITH = MappingProxyType({"aten.scalar_tensor.default": 0, "aten.full.default": 1})
 
 
 def normalize(folded: Folded) -> Folded:
@@ -42,7 +47,7 @@ def simplify(graph: Graph) -> Graph:
         if target is not None:
             same[node.name] = target
             continue
-        node = _merge_views(node, new)
+        node = _zero_elsewhere(_merge_views(node, new), types, new)
         key = (node.op, node.args, node.kwargs, _typed(node))
         if key in seen and node.op not in RANDOM:
             same.update(zip(node.outs, seen[key].outs, strict=True))
@@ -53,6 +58,36 @@ def simplify(graph: Graph) -> Graph:
         kept.append(node)
     outputs = tuple(same.get(o, o) for o in graph.outputs)
     return without_dead(Graph(graph.name, graph.inputs, tuple(kept), outputs))
+
+
+def _zero_elsewhere(node: Node, types: Mapping[str, TensorType | None], made: Mapping[str, Node]) -> Node:
+    """``where`` of a value and zeros as one of a value and the number 0, which is linear in the value: a sum
+    over ranks may stay one."""
+    if node.op != "aten.where.self" or node.types[0] is None:
+        return node
+    condition, *values = node.args
+    out = node.types[0]
+    for value, other, op in (
+        (values[0], values[1], "aten.where.ScalarOther"),
+        (values[1], values[0], "aten.where.ScalarSelf"),
+    ):
+        kept = [types[arg.name] for arg in (condition, value) if isinstance(arg, Ref)]
+        if _is_zero(value, made) or not _is_zero(other, made) or len(kept) < 2 or None in kept:
+            continue
+        mask, of_value = kept
+        assert mask is not None and of_value is not None
+        alike = of_value.dtype == out.dtype != "bool"
+        if alike and torch.broadcast_shapes(mask.shape, of_value.shape) == out.shape:
+            args = (condition, value, 0) if op.endswith("Other") else (condition, 0, value)
+            return replace(node, op=op, args=args)
+    return node
+
+
+def _is_zero(arg: Arg, made: Mapping[str, Node]) -> bool:
+    """Whether all elements of a value are known to be zero."""
+    node = made.get(arg.name) if isinstance(arg, Ref) else None
+    at = _FILLED_WITH.get(node.op) if node is not None else None
+    return node is not None and at is not None and node.args[at] == 0 and node.args[at] is not False
 
 
 def _typed(node: Node) -> Hashable:
