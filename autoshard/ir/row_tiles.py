@@ -1,8 +1,8 @@
 """Ops that are run on some rows (tokens) at a time: ``row_tiles(inputs, rows, ...)`` holds them as its body.
 
 What a body makes between its inputs and outputs never exists for all rows at once. An output that has no rows
-is the sum of what the tiles make. The body stands among the arguments, as plain tuples, so that the text of a
-program has it; its values are ``"%name"`` there.
+is the sum of what the tiles make, of each sequence if it has the batch. The body stands among the arguments,
+as plain tuples, so that the text of a program has it; its values are ``"%name"`` there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ SHAPED = frozenset(("aten.reshape.default", "aten.expand.default"))
 #: what a dim is: the batch, rows of one sequence, both in one, or something else
 BATCH, SEQUENCE, BOTH, OTHER = "b", "s", "n", "."
 KINDS = frozenset((BATCH, SEQUENCE, BOTH, OTHER))
+
+
+def has_rows(kinds: str) -> bool:
+    """Whether a value has a dim of rows, by what its dims are."""
+    return SEQUENCE in kinds or BOTH in kinds
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,17 @@ from math import ceil, prod
 from autoshard.ir import Graph, Node, TensorType, refs_of
 from autoshard.ir.local_bytes import held_shape
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard
-from autoshard.ir.row_tiles import BATCH, BOTH, OTHER, SHAPED, RowTiles, tiles_of, with_sizes, without_rows
+from autoshard.ir.row_tiles import (
+    BATCH,
+    BOTH,
+    OTHER,
+    SHAPED,
+    RowTiles,
+    has_rows,
+    tiles_of,
+    with_sizes,
+    without_rows,
+)
 from autoshard.rules.core import Dim, Dims, Factored, RuleFn
 from autoshard.rules.local import LocalCall, symbolic_shape
 from autoshard.rules.states import Digit, digit_of, placement_of
@@ -330,7 +340,7 @@ class _Localizer:
             calls.append(
                 (replace(rule, flops=part * rule.flops / ways), ins, tuple(types[o] for o in node.outs))
             )
-        moved = {v: types[v].nbytes * (2 if kinds[v].strip(OTHER) else 3) for v in self.body.outputs}
+        moved = {v: types[v].nbytes * (2 if has_rows(kinds[v]) else 3) for v in self.body.outputs}
         return Tile(count, tuple(calls), float(sum(moved.values())))
 
     def _layouts(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoshard.ir.row_tiles import BATCH, BOTH, OTHER, SEQUENCE, RowTiles
+from autoshard.ir.row_tiles import BATCH, BOTH, SEQUENCE, RowTiles, has_rows
 
 #: types whose sums over tiles are kept in single precision
 _HALF = (torch.bfloat16, torch.float16)
@@ -29,10 +29,11 @@ def run_in_tiles(
                 dtypes = [x.dtype for x in new]
                 result = [_begun(x, kinds, batch, rows) for x, kinds in zip(new, tiles.outputs, strict=True)]
             for out, x, kinds in zip(result, new, tiles.outputs, strict=True):
-                if _has_rows(kinds):
-                    _cut(out, kinds, rows, at).copy_(x)
+                part = _cut(out, kinds, rows, at)
+                if has_rows(kinds):
+                    part.copy_(x)
                 else:
-                    out.add_(x)
+                    part.add_(x)
             del new
         return [x.to(dtype) for x, dtype in zip(result, dtypes, strict=True)]
 
@@ -70,11 +71,8 @@ def _cut(x: torch.Tensor, kinds: str, rows: int, at: tuple[int, int, int]) -> to
 
 def _begun(x: torch.Tensor, kinds: str, batch: int, rows: int) -> torch.Tensor:
     """An output before the first tile. x: of one tile."""
-    if not _has_rows(kinds):
-        return x.new_zeros(x.shape, dtype=torch.float32 if x.dtype in _HALF else x.dtype)
     sizes = {BATCH: batch, SEQUENCE: rows, BOTH: batch * rows}
-    return x.new_empty([sizes.get(kind, size) for kind, size in zip(kinds, x.shape, strict=True)])
-
-
-def _has_rows(kinds: str) -> bool:
-    return any(kind != OTHER for kind in kinds)
+    shape = [sizes.get(kind, size) for kind, size in zip(kinds, x.shape, strict=True)]
+    if not has_rows(kinds):
+        return x.new_zeros(shape, dtype=torch.float32 if x.dtype in _HALF else x.dtype)
+    return x.new_empty(shape)

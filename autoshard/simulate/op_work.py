@@ -24,7 +24,7 @@ from autoshard.ir.offload import HOST_OPS, STORE
 from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
 from autoshard.ir.quantized import packed_bytes
 from autoshard.ir.routing import EVEN
-from autoshard.ir.row_tiles import OTHER, TILES, RowTiles, tiles_of
+from autoshard.ir.row_tiles import TILES, RowTiles, has_rows, tiles_of
 from autoshard.ir.scaled import SCALED_MM, copies_of, rate_of
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
@@ -269,7 +269,7 @@ class Ops:
         for inner in tiles.body.nodes:
             works += self.work(inner, values)
         given = sum(
-            self.nbytes(values[v]) * (2 if tiles.kinds[v].strip(OTHER) else 3) for v in tiles.body.outputs
+            self.nbytes(values[v]) * (2 if has_rows(tiles.kinds[v]) else 3) for v in tiles.body.outputs
         )
         works.append(MemoryWork(given))
         kinds = MatmulWork | Attention | MemoryWork
@@ -333,8 +333,9 @@ class Ops:
             live.update((o, self.nbytes(values[o])) for o in each.outs if roots[o] == o)
             peak = max(peak, sum(live.values()))
             live = {v: size for v, size in live.items() if last.get(v, k) > k}
-        sums = [values[o] for o in tiles.body.outputs if not tiles.kinds[o].strip(OTHER)]
-        return peak + sum(4.0 * prod(v.type.shape) for v in sums if DTYPES[v.type.dtype][1] < 4)
+        full = tiles.body.types()
+        sums = [full[o] for o in tiles.body.outputs if not has_rows(tiles.kinds[o])]
+        return peak + sum(4.0 * prod(t.shape) for t in sums if DTYPES[t.dtype][1] < 4)
 
     def workspace(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         """Bytes that an op needs while it runs, beside what it takes and makes."""

@@ -361,7 +361,7 @@ class _Stretch:
     def _cut(self, body: Graph, result: BodyFactors, recomputed: int) -> RowTiles:
         """Which dims are rows: all but the last of what is wide. recomputed: as of `RowTiles`."""
         types = body.types()
-        wide = (o for n in body.nodes for o in n.outs if types[o].nbytes > self.limit)
+        wide = [o for n in body.nodes for o in n.outs if types[o].nbytes > self.limit]
         leading = [tuple(f for d in result.dims[v][:-1] for f in d) for v in wide]
         rows = max(leading, key=leading.count, default=())[-1:]
         if not rows or result.fixed.intersection(rows):
@@ -370,6 +370,12 @@ class _Stretch:
         outside = {d[:-1] for laid in result.dims.values() for d in laid if len(d) > 1 and d[-1:] == rows}
         if len(outside) > 1 or any(len(d) != 1 or result.fixed.intersection(d) for d in outside):
             raise NoFactorsError("rows lie in several orders")
+        # and so it has where sequences have a dim of their own, in front
+        sequences = self.folded.joint.sequences
+        first = {result.dims[v][0] for v in wide} - {rows, ()}
+        if not outside and sequences > 1 and len(first) == 1:
+            outside = {d for d in first if [result.sizes[f] for f in d] == [sequences]}
+            outside = {d for d in outside if not result.fixed.intersection(d)}
         batch = next((d[0] for d in outside), None)
         both = rows if batch is None else (batch, *rows)
         if any(result.reduce.get(f, "sum") != "sum" for f in both):

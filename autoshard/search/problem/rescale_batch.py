@@ -136,7 +136,10 @@ class _Scaling:
         sizes: dict[str, int] = {}
         for ref, (value, _) in zip(given, body.inputs, strict=True):
             scaled = self._type((name, ref.name), types[ref.name])
-            sizes |= zip(tiles.kinds[value], scaled.shape, strict=True)
+            dims = list(zip(tiles.kinds[value], scaled.shape, strict=True))
+            if any(k == OTHER and n != m for (k, n), m in zip(dims, types[ref.name].shape, strict=True)):
+                raise NotRescalable("a tile has rows of all sequences at once")
+            sizes |= dims
         for kind, of in ((BATCH, BOTH), (BOTH, BATCH)):
             if kind in had and kind not in sizes:
                 sizes[kind] = had[kind] * sizes[of] // had[of]
