@@ -333,7 +333,7 @@ class Ops:
             live.update((o, self.nbytes(values[o])) for o in each.outs if roots[o] == o)
             peak = max(peak, sum(live.values()))
             live = {v: size for v, size in live.items() if last.get(v, k) > k}
-        full = tiles.body.types()
+        full = self._sized(tiles.body).types()
         sums = [full[o] for o in tiles.body.outputs if not has_rows(tiles.kinds[o])]
         return peak + sum(4.0 * prod(t.shape) for t in sums if DTYPES[t.dtype][1] < 4)
 

@@ -79,10 +79,15 @@ def test_a_scaled_model_is_the_captured_one(name: str) -> None:
     assert small.fingerprint == again == wanted.fingerprint
 
 
-def _gemma3() -> tuple[nn.Module, dict[str, Any]]:
+def _gemma3(vocabulary: int = 96) -> tuple[nn.Module, dict[str, Any]]:
     """Norms around attention and MLP, of which what is wide keeps its sequences in a dim of their own."""
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 96, "sliding_window": 4}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "vocab_size": vocabulary,
+        "sliding_window": 4,
+    }
     ids = torch.randint(3, 96, (BATCH, 12))
     model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads)).bfloat16()
     return model, {"input_ids": ids, "labels": ids}
@@ -100,6 +105,22 @@ def test_bodies_of_tiles_are_scaled_with_the_model(name: str, batch: int) -> Non
     bodies = [_bodies(each) for each in (whole.folded, scaled.folded, part.folded)]
     assert bodies[0] and bodies[0] != bodies[1] == bodies[2]
     assert model_flop(scaled)[0] == pytest.approx(model_flop(part.model)[0])
+
+
+def test_tiles_of_uneven_weights_hold_their_sums_in_full() -> None:
+    """Sums in bf16 are kept in fp32, of whatever part of the weights a rank has."""
+    model, inputs = _gemma3(4001)
+    uneven = {k: x[:2, :11] for k, x in inputs.items()}
+    planned = autoshard.plan(
+        model,
+        "tp=3",
+        example_inputs=uneven,
+        cluster="cpu-gloo",
+        tile_rows=3,
+        baselines=False,
+        pins=("model.embed_tokens.weight=tp:S(0)",),
+    )
+    assert planned.peak is not None and planned.peak.bytes > planned.peak.held.total
 
 
 def _bodies(folded: Folded) -> list[Sequence[TensorType]]:
