@@ -23,7 +23,8 @@ from autoshard.ir.placement import Layout, Placement, R, Replicate, Shard, in_on
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
 
-#: a local slice is a copy that the next op reads anyway; a nanosecond keeps shorter paths preferred
+#: a local slice is a copy that the next op reads anyway; a nanosecond keeps shorter paths preferred, and
+#: messages of rows, which products can take in chunks, to those along a later dim that cost as much
 SLICE_SECONDS = 1e-9
 
 
@@ -148,8 +149,8 @@ class ReshardCost:
         time, copy = self._prices(step.kind, step.axis, nbytes)
         for end in (step.source, step.target):
             layout = tuple(end if a == step.axis else p for a, p in enumerate(source))
-            if not in_one_piece(type_.shape, layout, self.sizes, step.axis):
-                time += copy
+            copied, later = self._copies(type_, layout, step.axis)
+            time += (copy if copied else 0.0) + later
         return time
 
     def table(
@@ -222,13 +223,13 @@ class ReshardCost:
                     ends = [
                         (
                             *(i, nodes[i][axis]),
-                            not in_one_piece(type_.shape, nodes[i], self.sizes, axis, scale),
+                            self._copies(type_, nodes[i], axis, scale),
                             _even(type_.shape, nodes[i], axis, self.sizes),
                         )
                         for i in group
                     ]
-                    for i, p, copied_from, even_from in ends:
-                        for j, q, copied_to, even_to in ends:
+                    for i, p, (copied_from, later_from), even_from in ends:
+                        for j, q, (copied_to, later_to), even_to in ends:
                             kind = transfer_between(p, q)
                             if (
                                 kind is None
@@ -241,8 +242,15 @@ class ReshardCost:
                             time, copy = prices[kind]
                             if copied_from:
                                 time += copy
+                            time += later_from + later_to
                             cost[i, j] = time + copy if copied_to else time
         return cost
+
+    def _copies(self, type_: TensorType, layout: Layout, axis: int, scale: float = 1.0) -> tuple[bool, float]:
+        """(whether a message of a part is copied, seconds that prefer rows where it is not)."""
+        placed = layout[axis]
+        copied = not in_one_piece(type_.shape, layout, self.sizes, axis, scale)
+        return copied, SLICE_SECONDS if isinstance(placed, Shard) and placed.dim > 0 else 0.0
 
     def _prices(self, kind: TransferKind, axis: int, whole: float, share: float = 1.0) -> tuple[float, float]:
         """(seconds of the message of a step, of each copy that its ends need)."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from autoshard.ir import refs_of
+from autoshard.ir import Node, refs_of
 from autoshard.ir.flow import Place
 from autoshard.ir.placement import Layout, Partial, R, Shard
 from autoshard.search.problem.decisions import (
@@ -72,6 +72,8 @@ class _Masks:
         self.hidden, self.columns = set(classes.hidden), set(classes.columns)
         self.sequence = self._sequence() - self.columns
         self.notes: list[str] = []
+        #: segment -> value -> what makes it
+        self.makers: dict[str, dict[str, Node]] = {}
         self.ends = self._ends()
 
     def run(self) -> Masks:
@@ -169,11 +171,48 @@ class _Masks:
             )
             for s in variable.states
         ]
+        axis = self.run_placement.tensor
+        if axis is not None and self._adds_products(variable.segment, node.name):
+            # one product of the code, or several that are added before they are reduced
+            pending = [all(isinstance(lay[axis], Partial) for lay in s.inputs) for s in variable.states]
+            both = [o and p for o, p in zip(ok, pending, strict=True)]
+            ok = both if any(both) else ok
         rule, owners = self.model.rules[name, variable.number], self.run_placement.owners
         if owners is not None and rule.exchange:
             sent = [rule.exchanged(s.inputs, s.outputs) == owners for s in variable.states]
             ok = [o and s for o, s in zip(ok, sent, strict=True)]
         return self._mask(f"{node.op} {node.origin.fqn}", ok)
+
+    def _adds_products(self, segment: str, value: str) -> bool:
+        """Whether a value is the sum of two products over columns, or of such sums."""
+        if segment not in self.makers:
+            nodes = self.model.folded.segments[segment].nodes
+            self.makers[segment] = {out: node for node in nodes for out in node.outs}
+        makers = self.makers[segment]
+
+        def made_by(name: str) -> Node | None:
+            node = makers.get(name)
+            while node is not None and node.op.startswith(_VIEWS):
+                node = makers.get(next(iter(refs_of(node))))
+            return node
+
+        types = self.model.folded.segments[segment].types()
+
+        def has_columns(name: str) -> bool:
+            return bool(self._parts((segment, name), len(types[name].shape), self.columns))
+
+        def is_term(node: Node | None) -> bool:
+            if node is None or node.op != _PRODUCT:
+                return is_sum(node)
+            return any(map(has_columns, refs_of(node))) and not has_columns(node.name)
+
+        def is_sum(node: Node | None) -> bool:
+            if node is None or node.op != "aten.add.Tensor":
+                return False
+            terms = [made_by(ref) for ref in refs_of(node)]
+            return len(terms) == 2 and all(map(is_term, terms))
+
+        return is_sum(makers[value])
 
     def _param(self, variable: ParamVar) -> Array | None:
         group = self.model.flow.classes[variable.place]
@@ -221,6 +260,7 @@ class _Masks:
 
 
 #: ops that make nothing new
+_PRODUCT = "aten.mm.default"
 _VIEWS = (
     "aten.reshape",
     "aten.view",
