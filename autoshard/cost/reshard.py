@@ -18,7 +18,7 @@ from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
 from autoshard.ir.collectives import TransferKind, transfer_between
 from autoshard.ir.local_bytes import held_numel
-from autoshard.ir.placement import Layout, Placement, R, Replicate, Shard, in_one_piece, layout_ok
+from autoshard.ir.placement import Layout, Placement, R, Replicate, Shard, is_part_in_one_piece, layout_ok
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
@@ -249,7 +249,7 @@ class ReshardCost:
     def _copies(self, type_: TensorType, layout: Layout, axis: int, scale: float = 1.0) -> tuple[bool, float]:
         """(whether a message of a part is copied, seconds that prefer rows where it is not)."""
         placed = layout[axis]
-        copied = not in_one_piece(type_.shape, layout, self.sizes, axis, scale)
+        copied = not is_part_in_one_piece(type_.shape, layout, self.sizes, axis, scale)
         return copied, SLICE_SECONDS if isinstance(placed, Shard) and placed.dim > 0 else 0.0
 
     def _prices(self, kind: TransferKind, axis: int, whole: float, share: float = 1.0) -> tuple[float, float]:

@@ -206,7 +206,13 @@ def shards_of_dim(
     ]
 
 
-def in_one_piece(
+def in_one_piece(shape: Sequence[int], dim: int, outer: int = 1) -> bool:
+    """Whether parts of a dim lie one after the other in the memory of a tensor. outer: into how many blocks
+    the dim is cut first."""
+    return outer == 1 and prod(shape[:dim]) == 1
+
+
+def is_part_in_one_piece(
     shape: Sequence[int], layout: Layout, sizes: Sequence[int], axis: int, scale: float = 1.0
 ) -> bool:
     """Whether a rank's part of what it would hold without an axis lies in one piece of that memory.
@@ -217,19 +223,14 @@ def in_one_piece(
     if not isinstance(placed, Shard):
         return True
     dim = placed.dim
-    before = [
-        (p.blocks, t)
-        for p, t in zip(layout[:axis], sizes, strict=False)
-        if isinstance(p, Shard) and p.dim == dim
-    ]
-    if placed.outer < 0 or local_outer(placed, before) != 1:
-        return False
-    rows = prod(shape[:dim])
-    if dim == 0 or rows == 0:
-        return True
-    if rows > prod(sizes):
-        return False  # more than can be divided among the ranks
     zeros = (0,) * len(sizes)
+    before = shards_of_dim(layout[:axis], dim, sizes[:axis], zeros[:axis])
+    if placed.outer < 0 or local_outer(placed, [(p.blocks, t) for p, t, _ in before]) != 1:
+        return False
+    if dim == 0:
+        return True
+    if prod(shape[:dim]) > prod(sizes):
+        return False  # more than can be divided among the ranks
     held = (local_extent(shape[d], shards_of_dim(layout, d, sizes, zeros))[1] for d in range(dim))
     return prod(held) * scale <= 1
 

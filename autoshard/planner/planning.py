@@ -132,7 +132,6 @@ class PlanningRequest:
                 less = min(less, math.ceil(result.peak.bytes) - 2**attempt * result.device.missing)
             for kinds in self._as_much_offloaded(result.plan.offload):
                 smaller = replace(request, memory=less, options=replace(self.options, offload=kinds))
-                self.progress("planning with less memory")
                 with suppress(InfeasibleError):
                     before = result
                     result = self._on_device(smaller._with_less(before, source, analysis, searches))
@@ -172,6 +171,7 @@ class PlanningRequest:
             result = self._replanned(searches, before, alike)
             if result is not None and not before.is_faster(result):
                 return result
+        self.progress("planning with less memory on any mesh")
         return self.planned_from(source, analysis, searches)
 
     def _as_much_offloaded(self, kinds: str) -> Sequence[str]:
@@ -200,9 +200,8 @@ class PlanningRequest:
         self.progress(f"planning with {new.text}")
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
-        widths = (planned.width,) if planned.plan.offload else self.widths
-        if new.options.offload and not planned.plan.offload:
-            widths = _WIDER[1:]  # as wide as the memory is, the plan stands
+        # as wide as the memory is, the plan stands
+        widths = (planned.width,) if planned.plan.offload else _WIDER[1:]
         searcher = replace(self, options=new.options, widths=widths)
         try:
             if new.source != planned.source:

@@ -16,6 +16,7 @@ import torch
 
 from autoshard.ir import Node
 from autoshard.ir.collectives import COLLECTIVES, EXPERT_RELAY, axes_of, goes_in_turn, is_message
+from autoshard.ir.placement import in_one_piece
 from autoshard.ir.quantized import WIRE_BITS
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.runtime import rings
@@ -25,7 +26,7 @@ from autoshard.runtime.exchange import ExpertExchange, Hop, Send
 from autoshard.runtime.pending import Issue, Pending, PendingCollective, as_it_is
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.ring_attention import RingAttention
-from autoshard.runtime.shard_utils import in_one_piece, join_parts, part_in_blocks, part_shapes, take_part
+from autoshard.runtime.shard_utils import join_parts, part_in_blocks, part_shapes, take_part, with_size
 from autoshard.runtime.transport import symmetric
 from autoshard.runtime.transport.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack, sums, unpack
@@ -198,7 +199,7 @@ class GroupCollectives:
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
         shape = sent.shape
         if in_one_piece(shape, dim, outer):
-            full = (*shape[:dim], ways * shape[dim], *shape[dim + 1 :])
+            full = with_size(shape, dim, ways * shape[dim])
             return PendingCollective(self.over[axis].gather(sent.view(shape[dim:])), _viewed(full))
 
         def whole(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -219,7 +220,7 @@ class GroupCollectives:
         ways = view.size_of(axis)
         if size is None and in_one_piece(x.shape, dim, outer):
             arriving, own = self.over[axis].scatter(x.contiguous().view(x.shape[dim:]))
-            part = (*x.shape[:dim], x.shape[dim] // ways, *x.shape[dim + 1 :])
+            part = with_size(x.shape, dim, x.shape[dim] // ways)
             return PendingCollective(arriving, lambda got: own(got).view(part))
         parts = [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
         shapes = part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
@@ -247,7 +248,7 @@ class GroupCollectives:
         shape = part_shapes(x.shape, split_dim, x.shape[split_dim], ways, split_outer, 1)[0]
 
         if in_one_piece(shape, concat_dim, concat_outer):
-            full = (*shape[:concat_dim], ways * shape[concat_dim], *shape[concat_dim + 1 :])
+            full = with_size(shape, concat_dim, ways * shape[concat_dim])
             return PendingCollective(self.over[axis].all_to_all(sent), _viewed(full))
 
         def join(got: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ A dim is seen as (outer, middle, inner) and the middle is cut into ``ways`` like
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
@@ -34,11 +33,6 @@ def part_in_blocks(
         return torch.stack(halves, dim + 1).flatten(dim, dim + 1)
     start, size = chunk(x.shape[dim] // (outer * inner), ways, index)
     return _apart(x, dim, outer).narrow(dim if outer == 1 else dim + 1, start * inner, size * inner)
-
-
-def in_one_piece(shape: Sequence[int], dim: int, outer: int = 1) -> bool:
-    """Whether parts of a dim lie one after the other in the memory of the whole."""
-    return outer == 1 and prod(shape[:dim]) == 1
 
 
 def join_parts(parts: Sequence[torch.Tensor], dim: int, outer: int = 1) -> torch.Tensor:
@@ -101,4 +95,9 @@ def part_shapes(
     outer = abs(outer)
     middle = size // (outer * inner)
     lengths = [outer * chunk(middle, ways, k)[1] * inner for k in range(ways)]
-    return [(*shape[:dim], n, *shape[dim + 1 :]) for n in lengths]
+    return [with_size(shape, dim, n) for n in lengths]
+
+
+def with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """A shape with another size of one dim."""
+    return (*shape[:dim], size, *shape[dim + 1 :])

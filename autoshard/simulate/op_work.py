@@ -21,7 +21,7 @@ from autoshard.ir.collectives import (
 from autoshard.ir.experts import exchanged_bytes, owner_ways
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
-from autoshard.ir.placement import Layout, R, Shard, local_extent, local_shape
+from autoshard.ir.placement import Layout, R, Shard, in_one_piece, local_extent, local_shape
 from autoshard.ir.quantized import packed_bytes
 from autoshard.ir.routing import EVEN
 from autoshard.ir.row_tiles import TILES, RowTiles, has_rows, tiles_of
@@ -414,7 +414,7 @@ class Ops:
         ends = (where[0::2], where[1::2]) if spec.transfer == "all_to_all" else (where[:2], where[:2])
         names = next(iter(refs_of(node))), node.outs[0]
         cut, joined = (
-            blocks != 1 or prod(self.shape(values[name])[:dim]) > 1
+            not in_one_piece(self.shape(values[name]), dim, blocks)
             for (dim, blocks), name in zip(ends, names, strict=True)
         )
         return cut and not spec.gathers, joined and spec.transfer in ("all_gather", "all_to_all")

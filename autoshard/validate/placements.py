@@ -172,7 +172,7 @@ class _Masks:
             for s in variable.states
         ]
         axis = self.run_placement.tensor
-        if axis is not None and self._adds_products(variable.segment, node.name):
+        if axis is not None and node.op == _SUM and self._adds_products(variable.segment, node):
             # one product of the code, or several that are added before they are reduced
             pending = [all(isinstance(lay[axis], Partial) for lay in s.inputs) for s in variable.states]
             both = [o and p for o, p in zip(ok, pending, strict=True)]
@@ -183,8 +183,8 @@ class _Masks:
             ok = [o and s for o, s in zip(ok, sent, strict=True)]
         return self._mask(f"{node.op} {node.origin.fqn}", ok)
 
-    def _adds_products(self, segment: str, value: str) -> bool:
-        """Whether a value is the sum of two products over columns, or of such sums."""
+    def _adds_products(self, segment: str, total: Node) -> bool:
+        """Whether a sum is one of two products over columns, or of such sums."""
         if segment not in self.makers:
             nodes = self.model.folded.segments[segment].nodes
             self.makers[segment] = {out: node for node in nodes for out in node.outs}
@@ -201,18 +201,15 @@ class _Masks:
         def has_columns(name: str) -> bool:
             return bool(self._parts((segment, name), len(types[name].shape), self.columns))
 
-        def is_term(node: Node | None) -> bool:
-            if node is None or node.op != _PRODUCT:
-                return is_sum(node)
-            return any(map(has_columns, refs_of(node))) and not has_columns(node.name)
-
-        def is_sum(node: Node | None) -> bool:
-            if node is None or node.op != "aten.add.Tensor":
+        def is_partial(node: Node | None) -> bool:
+            if node is None or node.op not in (_PRODUCT, _SUM):
                 return False
-            terms = [made_by(ref) for ref in refs_of(node)]
-            return len(terms) == 2 and all(map(is_term, terms))
+            refs = list(refs_of(node))
+            if node.op == _PRODUCT:
+                return any(map(has_columns, refs)) and not has_columns(node.name)
+            return len(refs) == 2 and all(is_partial(made_by(ref)) for ref in refs)
 
-        return is_sum(makers[value])
+        return is_partial(total)
 
     def _param(self, variable: ParamVar) -> Array | None:
         group = self.model.flow.classes[variable.place]
@@ -259,8 +256,8 @@ class _Masks:
         return None if all(ok) or not any(ok) else np.where(ok, 0.0, np.inf)
 
 
+_PRODUCT, _SUM = "aten.mm.default", "aten.add.Tensor"
 #: ops that make nothing new
-_PRODUCT = "aten.mm.default"
 _VIEWS = (
     "aten.reshape",
     "aten.view",

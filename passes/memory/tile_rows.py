@@ -374,8 +374,8 @@ class _Stretch:
         sequences = self.folded.joint.sequences
         first = {result.dims[v][0] for v in wide} - {rows, ()}
         if not outside and sequences > 1 and len(first) == 1:
-            outside = {d for d in first if [result.sizes[f] for f in d] == [sequences]}
-            outside = {d for d in outside if not result.fixed.intersection(d)}
+            free = (d for d in first if not result.fixed.intersection(d))
+            outside = {d for d in free if [result.sizes[f] for f in d] == [sequences]}
         batch = next((d[0] for d in outside), None)
         both = rows if batch is None else (batch, *rows)
         if any(result.reduce.get(f, "sum") != "sum" for f in both):

@@ -28,9 +28,9 @@ class PlanningRow:
 
     process_s: its whole life, seconds, imports of torch and transformers and building the model among it.
     capture_s: of the trace; search_s: from there to the plan, with baselines, other ways to run it and the
-    allocator. peak_gib: of its resident
-    memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. baseline: the best one by hand with its
-    mesh, "" if none can be used, and then baselines_why says why; baseline_ratio: its step over the plan's.
+    allocator. peak_gib: of its resident memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1.
+    baseline: the best one by hand with its mesh, "" if none can be used, and then baselines_why says why;
+    baseline_ratio: its step over the plan's.
     """
 
     process_s: float

@@ -25,8 +25,8 @@ from autoshard.ir.placement import (
     Shard,
     chunk,
     dims_compatible,
-    in_one_piece,
     is_even,
+    is_part_in_one_piece,
     layout_ok,
     local_extent,
     local_outer,
@@ -320,7 +320,7 @@ def test_parts_in_one_piece_are_views_that_follow_each_other(data: st.DataObject
     )
     placed = layout[1]
     if not isinstance(placed, Shard):
-        assert in_one_piece(shape, layout, sizes, 1)
+        assert is_part_in_one_piece(shape, layout, sizes, 1)
         return
     # what a rank has without the last axis, and where in it lies what each rank of that axis has
     held = prod(local_shape(shape, (layout[0], R), sizes, (0, 0)))
@@ -328,7 +328,7 @@ def test_parts_in_one_piece_are_views_that_follow_each_other(data: st.DataObject
     before = [(p.blocks, 2) for p in layout[:1] if isinstance(p, Shard) and p.dim == placed.dim]
     outer = local_outer(placed, before) * (1 if placed.outer > 0 else -1)
     parts = [take_part(whole, placed.dim, 2, k, outer).flatten().tolist() for k in (0, 1)]
-    assert in_one_piece(shape, layout, sizes, 1) == (
+    assert is_part_in_one_piece(shape, layout, sizes, 1) == (
         [*parts[0], *parts[1]] == list(range(held)) and outer == 1
     )
-    assert not in_one_piece(shape, layout, sizes, 1, 2.0) or placed.dim == 0
+    assert not is_part_in_one_piece(shape, layout, sizes, 1, 2.0) or placed.dim == 0
