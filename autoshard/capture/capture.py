@@ -31,7 +31,7 @@ from autoshard.capture.python_state.changes import Changes, refuse_counting
 from autoshard.capture.python_state.code_reads import CodeReads
 from autoshard.capture.python_state.outer_hooks import outer_hooks_apart
 from autoshard.capture.repeats import NotApart, NotRepeated, Repeats, find_groups
-from autoshard.capture.trace import DynamicShapeError, NeedsValuesError, trace
+from autoshard.capture.trace import DynamicShapeError, NeedsValuesError, settled, trace
 from autoshard.capture.traced_function import Differentiate, Function
 from autoshard.errors import CaptureError
 from autoshard.ir import Joint, Port, refs_of
@@ -111,7 +111,7 @@ class _Task:
             with suppress(NeedsValuesError):  # it asks for other numbers than these, too
                 return replace(self, inputs=fixed).whole()
         try:
-            return replace(self, inputs=fixed)._joint(None, with_values=True)
+            return replace(self, inputs=fixed).whole(with_values=True)
         except NeedsValuesError:
             raise
         except CaptureError as error:
@@ -120,36 +120,43 @@ class _Task:
             # of two ways through the model the first one says what is the matter
             raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
 
-    def whole(self) -> Joint:
+    def whole(self, *, with_values: bool = False) -> Joint:
         """The joint graph of the full model, its repeated layers traced once if that can be."""
         state = state_of(self.kept.module)
-        repeats = self._repeats(state)
+        repeats = self._repeats(state, with_values)
         if repeats is not None:
             try:
-                return self._with_repeats(state, repeats)
+                return self._with_repeats(state, repeats, with_values)
             except (NotRepeated, CaptureError):
                 # the plain trace finds the same fault, if it is one, and names the layer's own line
-                return self._joint(None)
-        return self._joint(None)
+                return self._joint(None, with_values=with_values)
+        return self._joint(None, with_values=with_values)
 
-    def _with_repeats(self, state: State, repeats: Repeats) -> Joint:
+    def _with_repeats(self, state: State, repeats: Repeats, with_values: bool) -> Joint:
         """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
         self.watch.groups[:] = [group.members for group in repeats.groups]
         with suppress(NotApart, AbsentUsedError):
-            joint = self._joint(repeats, state)
+            joint = self._joint(repeats, state, with_values=with_values)
             if apart(joint, repeats.away):
                 return _of_bodies(joint, repeats)
         repeats.apart = False  # some parameter has other uses than one layer's: it has to be seen
-        return _of_bodies(self._joint(repeats, state), repeats)
+        return _of_bodies(self._joint(repeats, state, with_values=with_values), repeats)
 
-    def _repeats(self, state: State) -> Repeats | None:
+    def _repeats(self, state: State, with_values: bool) -> Repeats | None:
         """The repeated layers of a model, each traced once, or None if there are none that are certain."""
         model, kept, inputs = self.kept.module, self.kept, self.inputs
         repeats = Repeats(find_groups(model), self.watch)
         if not repeats.groups:
             return None
         function = Function(
-            model, state, inputs, self.differentiate, repeats, watch=self.watch, precision=self.precision
+            model,
+            state,
+            inputs,
+            self.differentiate,
+            repeats,
+            with_values=with_values,
+            watch=self.watch,
+            precision=self.precision,
         )
         mode = tracing.fake_mode()
         seed = torch.empty((), dtype=torch.int64, device="meta")
@@ -160,7 +167,8 @@ class _Task:
                 types = {_type_of(t): t for t in state.tensors}
                 shared = {key: tracing.fake_like(t, mode) for key, t in types.items()}
                 held = [shared[_type_of(t)] for t in state.tensors]
-                function(*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed]))
+                given = [*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed])]
+                settled(function, lambda: function(*given))
             # layers are traced one by one, and each is left as it was
             with ExitStack() as stack:
                 for group in repeats.groups:
@@ -172,12 +180,21 @@ class _Task:
                         "all",
                         self.watch,
                         replace(self.precision, inputs=False),
-                    )._joint(None)
+                    )._layer(with_values)
                 )
         except Exception:
             # what fails here fails in the plain trace as well, with the model's own line, or is no failure
             return None
         return repeats
+
+    def _layer(self, with_values: bool) -> Joint:
+        """The joint graph of a repeated layer, which may ask for values of what follows from numbers."""
+        try:
+            return self._joint(None)
+        except NeedsValuesError:
+            if not with_values:
+                raise
+            return self._joint(None, with_values=True)
 
     def _joint(
         self, repeats: Repeats | None, state: State | None = None, *, with_values: bool = False

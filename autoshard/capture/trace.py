@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -49,20 +50,33 @@ def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: b
     flag = tracing.compiling() if compiling else nullcontext()
     # the first call of a model may be one for inference, the next one for training
     with torch.inference_mode(False), torch.enable_grad(), flag, not_collected(), no_host_random():
-        while True:
-            try:
-                fakes = [tracing.fake_like(t, mode) for t in tensors]
-                traced = tracing.trace_joint(partial(_known, function), fakes, mode)
-                if not function.sparse or stands_nowhere(traced.graph):
-                    return traced
-                function.sparse = False
-            except (_ReplacedError, TurnRaisesError):
-                # one more buffer is known to be replaced, or turn to raise, and there are only so many
-                continue
-            except NoSlotsError:
-                function.slots = False
-            except NotSparseError:
-                function.sparse = False
+
+        def attempt() -> Traced:
+            fakes = [tracing.fake_like(t, mode) for t in tensors]
+            return tracing.trace_joint(partial(_known, function), fakes, mode)
+
+        traced = settled(function, attempt)
+        if function.sparse and not stands_nowhere(traced.graph):
+            function.sparse = False
+            traced = settled(function, attempt)
+        return traced
+
+
+T = TypeVar("T")
+
+
+def settled(function: Function, attempt: Callable[[], T]) -> T:
+    """What an attempt to run a function gives, once it is known how its rows are to be followed."""
+    while True:
+        try:
+            return attempt()
+        except (_ReplacedError, TurnRaisesError):
+            # one more buffer is known to be replaced, or turn to raise, and there are only so many
+            continue
+        except NoSlotsError:
+            function.slots = False
+        except NotSparseError:
+            function.sparse = False
 
 
 class _ReplacedError(Exception):

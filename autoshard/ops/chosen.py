@@ -17,10 +17,12 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """All places of a mask. shape: of the mask; counts: which places hold, flat [rows]."""
+    """All places of a mask. shape: of the mask; counts: which places hold, flat [rows]; distinct: whether no two
+    that hold share an index."""
 
     shape: tuple[int, ...]
     counts: torch.Tensor
+    distinct: bool = False
 
     @property
     def rows(self) -> int:
@@ -55,6 +57,13 @@ class Selection:
         kept = kept.reshape(*self.shape, *rows.shape[1:])
         others = [d for d in range(len(self.shape)) if d != axis]
         return kept.sum(others) if others else kept
+
+    def assigned(self, x: torch.Tensor, rows: torch.Tensor, axis: int) -> torch.Tensor:
+        """``x`` [index, ...] with the rows that count in the place of theirs. Indices are distinct."""
+        others = [d for d in range(len(self.shape)) if d != axis]
+        counts = self.counts.reshape(self.shape)
+        here = counts.sum(others) != 0 if others else counts
+        return torch.where(here.reshape(-1, *[1] * (x.dim() - 1)), self.added(rows, axis), x)
 
 
 def moved(shape: Sequence[int], dim: int, new: Sequence[int]) -> int | None:

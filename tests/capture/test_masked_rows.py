@@ -78,9 +78,53 @@ def dropping(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.
     out = torch.zeros_like(x)
     for number in range(EXPERTS):
         choice, token = torch.where(mask[number])
-        made = self.expert(number, F.dropout(x[token], 0.0)) * weights[token, choice, None]
+        rows = x[token].masked_fill(torch.zeros((), dtype=torch.bool), 0.0)
+        made = self.expert(number, rows) * weights[token, choice, None]
         out.index_add_(0, token, made)
     return out
+
+
+def putting(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Rows are put back where they were taken from."""
+    chosen, out = torch.topk(self.router(x).softmax(-1), 2)[1], torch.zeros_like(x)
+    for number in range(EXPERTS):
+        token, choice = torch.where(chosen == number)
+        out[token] += weights[token, choice, None] * self.expert(number, x[token])
+    return out
+
+
+def replacing(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Every token has one expert, which says all of its row."""
+    scores = self.router(x).softmax(-1)
+    best, out = scores.argmax(-1), torch.empty_like(x)
+    for number in range(EXPERTS):
+        token = (best == number).nonzero(as_tuple=True)[0]
+        out[token] = self.expert(number, x[token]) * scores[token, number, None]
+    return out
+
+
+def unlike(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One expert does something else; what others add is read in between."""
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        choice, token = torch.where(mask[number])
+        rows = x[token] if number == 1 else self.expert(number, x[token])
+        out.index_add_(0, token, rows * weights[token, choice, None])
+        if number == 2:
+            out = out * 2 + torch.zeros_like(x)
+    return out
+
+
+def flagged(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Rows of flags, in the shape of tokens by sequence; scores by expert."""
+    tokens = x.view(2, TOKENS // 2, WIDTH)
+    scores = self.router(tokens).softmax(-1)
+    chosen, out = scores.topk(2)[1], torch.zeros_like(tokens)
+    for number in range(EXPERTS):
+        flags = (chosen == number).any(dim=-1)
+        rows = self.expert(number, x[flags.view(-1)])
+        out[flags] += (rows * scores.view(-1, EXPERTS)[flags.view(-1), number].unsqueeze(1)).squeeze(1)
+    return out.view(TOKENS, WIDTH)
 
 
 def averaging(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -97,20 +141,40 @@ def holding(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.T
     return x[token] * weights[token, choice, None]
 
 
-@pytest.mark.parametrize(("step", "products"), [(looping, 2), (over_all, 2), (comparing, 2), (dropping, 0)])
-def test_products_are_those_of_the_tokens_that_chose_an_expert(step: Step, products: int) -> None:
-    """All experts together have two rows for each token; slots of one hold a quarter of that."""
+@pytest.mark.parametrize(
+    ("step", "products", "together"),
+    [
+        (looping, 2, True),
+        (comparing, 2, True),
+        (putting, 2, True),
+        (replacing, 2, True),
+        (over_all, 2, False),
+        (dropping, 0, False),
+    ],
+)
+def test_products_are_those_of_the_tokens_that_chose_an_expert(
+    step: Step, products: int, together: bool
+) -> None:
+    """All experts have two rows for each token: of a loop that adds to zeros they are products of one op.
+    Otherwise those of one expert hold a quarter of that."""
     graph = capture(Mixture(step), (torch.randn(TOKENS, WIDTH),)).graph
     rows = [n.types[0] for n in graph.nodes if n.op == "autoshard.expert_mm.default" and not n.backward]
-    assert [t.filled for t in rows if t is not None] == [(2, EXPERTS)] * products * EXPERTS
+    filled = [t.filled for t in rows if t is not None]
+    if step is replacing:
+        assert filled == [(1, EXPERTS)] * products
+        return
+    assert filled == [(2, EXPERTS)] * products * (1 if together else EXPERTS)
     assert sum(t.existing(t.shape[0]) for t in rows if t is not None) == products * 2 * TOKENS
     over_all_tokens = [n for n in graph.nodes if n.op in ("aten.mm.default", "aten.addmm.default")]
     assert len([n for n in over_all_tokens if not n.backward]) == (1 if products else 1 + 2 * EXPERTS) + (
-        step is comparing
+        step in (comparing, putting)
     )
 
 
-@pytest.mark.parametrize("step", [looping, over_all, comparing, dropping, averaging, holding])
+STEPS = [looping, over_all, comparing, dropping, averaging, holding, putting, replacing, unlike, flagged]
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_equal_to_eager(step: Step) -> None:
     torch.manual_seed(0)
     model, x = Mixture(step), torch.randn(TOKENS, WIDTH)

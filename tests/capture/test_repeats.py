@@ -225,10 +225,10 @@ def test_parameters_with_other_uses_are_given_to_the_calls(
     traced: list[bool | None] = []
     trace = capturing._Task._joint
 
-    def watched(task: Any, repeats: Any, *state: Any) -> Any:
+    def watched(task: Any, repeats: Any, *state: Any, **options: bool) -> Any:
         if isinstance(task.kept.module, Stack):
             traced.append(None if repeats is None else repeats.apart)
-        return trace(task, repeats, *state)
+        return trace(task, repeats, *state, **options)
 
     monkeypatch.setattr(capturing._Task, "_joint", watched)
     for name, wanted in (("plain", [True]), (kind, [True, False])):

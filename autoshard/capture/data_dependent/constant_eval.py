@@ -11,6 +11,7 @@ Leans on the private ``torch.utils._python_dispatch._disable_current_modes`` and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class Shadows(TorchFunctionMode):
             return torch.zeros(value.shape, dtype=value.dtype) if result is None else result
 
         changed = changed_by(name, args, kwargs)
-        if any(id(t) not in self._held for t in changed):
+        if any(id(t) not in self._held for t in changed) or _makes_many(name, args):
             return None
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, real, (args, dict(kwargs)))
@@ -196,6 +197,14 @@ def _as_index(values: torch.Tensor, traced: torch.Tensor, *, alone: bool) -> lis
     if values.dim() == 0:
         return [number]
     return [slice(number, number + 1)] if alone and number >= 0 else [traced]
+
+
+def _makes_many(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a function makes a large tensor of nothing but numbers."""
+    if name in _LIKE:
+        return bool(args[0].numel() > _MOST)
+    sizes = [n for n in pytree.tree_leaves(args) if type(n) is int]
+    return name in ("zeros", "ones", "full", *_NEW) and prod(sizes[: -1 if "full" in name else None]) > _MOST
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -25,8 +25,9 @@ class EqualMasks:
     """Keys of masks and of what they are made of: those of one key are equal when flat."""
 
     def __init__(self) -> None:
-        #: by identity: a tensor, and what it is made of
+        #: by identity: a tensor, and what it is made of; of floats apart
         self._keys: dict[int, tuple[torch.Tensor, Hashable]] = {}
+        self._keys_of_floats: dict[int, tuple[torch.Tensor, Hashable]] = {}
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         #: how often tensors were changed in place: those of integers, any
         self._changes = [0, 0]
@@ -39,7 +40,7 @@ class EqualMasks:
         return self._kept[key][1]
 
     def _key(self, t: torch.Tensor) -> Hashable:
-        result = self._keys.get(id(t))
+        result = self._keys.get(id(t)) or self._keys_of_floats.get(id(t))
         return result[1] if result else (id(t), self._changes[not _is_full(t)])
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -60,7 +61,8 @@ class EqualMasks:
         self._keys[id(out)] = out, key
         for a in args:
             if isinstance(a, torch.Tensor):
-                self._keys.setdefault(id(a), (a, self._key(a)))
+                keys = self._keys if _is_full(a) else self._keys_of_floats
+                keys.setdefault(id(a), (a, self._key(a)))
 
     def changed(self, t: torch.Tensor) -> None:
         """A tensor was changed in place, and with it perhaps others that share its memory.
@@ -68,9 +70,8 @@ class EqualMasks:
         Masks that were made of floats before stay what they are.
         """
         self._changes[1] += 1
-        if t.is_floating_point() or t.is_complex():
-            self._keys = {k: v for k, v in self._keys.items() if _is_full(v[0])}
-        else:
+        self._keys_of_floats = {}
+        if _is_full(t):
             self._changes[0] += 1
             self._keys = {}
 

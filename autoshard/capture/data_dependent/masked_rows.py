@@ -28,11 +28,15 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autoshard.capture import tracing
 from autoshard.capture.data_dependent import row_totals
 from autoshard.capture.data_dependent.constant_eval import changed_by
 from autoshard.capture.data_dependent.equal_masks import DERIVED, EqualMasks
+from autoshard.capture.data_dependent.expert_choice import CLASSIFIED, ExpertChoices
+from autoshard.capture.data_dependent.expert_turns import Called, Part, Slices, Step
 from autoshard.capture.data_dependent.loops import Loops
 from autoshard.capture.data_dependent.row_count import RowCount
+from autoshard.capture.data_dependent.row_sums import RowSums
 from autoshard.capture.data_dependent.slot_rows import NoSlotsError, SlotSelection, same_rows
 from autoshard.capture.origins import user_statement_of
 from autoshard.ops.chosen import Selection, moved, places
@@ -63,13 +67,9 @@ _COMPARED = frozenset(
 _RESHAPES = frozenset(("view", "reshape", "squeeze", "unsqueeze", "flatten"))
 #: arithmetic with the number of rows
 _COUNTED = frozenset(("div", "__truediv__", "true_divide", "mul", "__mul__"))
-#: what leads from scores to a mask of the rows that chose one of many, and keeps what is one
-_CLASSIFIED = frozenset(
-    """
-    topk argmax one_hot permute transpose squeeze unsqueeze view reshape __getitem__ select unbind to bool eq
-    __eq__ int long mul __mul__ __and__ logical_and
-    """.split()  # noqa: SIM905 - a table reads better than quoted names
-)
+#: ways to add to rows of a tensor, and to put rows into it
+_SUMS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
+_ADDS = frozenset(("index_add_", "__getitem__", "__setitem__"))
 _ABOUT = frozenset(("dim", "ndimension", "is_floating_point", "element_size", "is_complex", "result_type"))
 _ATTRIBUTES = frozenset(("dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_nested"))
 
@@ -110,8 +110,16 @@ class ChosenRows(TorchFunctionMode):
     def __init__(self, raising: set[tuple[int, int]], slots: bool) -> None:
         super().__init__()
         self._raising, self._slots = raising, slots
-        #: tensor -> of how many classes, of which each row has few, it says whether rows have one
-        self._classes: dict[int, tuple[torch.Tensor, int]] = {}
+        self._choices = ExpertChoices(_known_number)
+        self._slices = Slices(_known_number)
+        self._sums = RowSums(self._slices, self._run)
+        #: what rows of experts are made of
+        self._steps: dict[int, Step] = {}
+        #: rows -> the tensor, at which of its changes, and along which axis, whose rows they are, or exceed
+        self._picked: dict[int, tuple[torch.Tensor, int, int]] = {}
+        self._increased: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, int, int], torch.Tensor]] = {}
+        #: by the identity of what counts: rows of experts
+        self._selected: dict[int, SlotSelection] = {}
         self._loop = 0
         self._number = 0
         self._rows: dict[int, _Rows] = {}
@@ -141,18 +149,19 @@ class ChosenRows(TorchFunctionMode):
             raise _refused(func)
         rows = [self._rows[id(t)] for t in given if id(t) in self._rows]
         changed = changed_by(name, args, kwargs)
+        if self._slots and name not in _ABOUT and name != "__get__":
+            self._sums.used([t for t in given if not (name in _ADDS and args[0] is t)])
         if rows:
             out = self._on_rows(func, name, args, kwargs, rows)
         elif _finds_places(name, args, kwargs):
             out = self._places(func, name, args, kwargs)
         elif self._turn is None and name in ("__getitem__", "masked_select") and _by_mask(name, args, kwargs):
             out = self._masked(func, args)
-        elif self._slots and name in _CLASSIFIED:
-            out = self._classified(func, name, args, kwargs)
         else:
             if self._turn is not None and any(id(t) not in self._fresh for t in changed):
                 raise _refused(func)
             out = self._called(func, args, kwargs)
+            self._note(func, name, args, kwargs, out)
         for t in changed:
             self._masks.changed(t)
         if name in DERIVED:
@@ -198,10 +207,12 @@ class ChosenRows(TorchFunctionMode):
         counts = self._masks.counts(mask)
         if self._turn is not None:
             counts = counts & self._turn
-        experts = self._experts(mask)
-        selection: Selection | SlotSelection = Selection(tuple(mask.shape), counts)
-        if experts:
-            selection = SlotSelection(counts.reshape(mask.shape), experts)
+        choice = self._choices.get(mask) if self._slots and mask.dim() <= 2 else None
+        known = self._choices.get(mask)
+        distinct = mask.dim() == 1 or (known is not None and known.has_choices)
+        selection: Selection | SlotSelection = Selection(tuple(mask.shape), counts, distinct)
+        if choice is not None:
+            selection = SlotSelection(counts.reshape(mask.shape), choice, self._steps)
         self._note_where(selection)
         result = tuple(self._tag(selection.index(axis), selection, 0, axis) for axis in range(mask.dim()))
         if name == "where" or kwargs.get("as_tuple"):
@@ -217,34 +228,58 @@ class ChosenRows(TorchFunctionMode):
             if mask.numel() < 2:
                 raise
         counts = self._masks.counts(mask)
-        selection = Selection(tuple(mask.shape), counts)
+        if self._slots and self._choices.get(mask) is not None:
+            return self._of_expert(x, mask, rest, counts)
+        selection = Selection(tuple(mask.shape), counts, True)
         self._note_where(selection)
         out = self._run(row_totals.chosen, x, counts, mask.dim())
-        return self._tag(out[(slice(None), *rest)] if rest else out, selection, 0)
+        rows = self._tag(out[(slice(None), *rest)] if rest else out, selection, 0)
+        if not rest:
+            self._picked[id(rows)] = x, x._version, 0
+        return rows
+
+    def _of_expert(
+        self, x: torch.Tensor, mask: torch.Tensor, rest: list[Any], counts: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows of ``x``, or of a column of it, that chose an expert."""
+        selection = self._selected.get(id(counts))
+        if selection is None:
+            flat = self._choices.flat(mask, counts)
+            selection = self._selected[id(counts)] = SlotSelection(counts, flat, self._steps)
+            self._note_where(selection)
+        if rest and (mask.dim() > 1 or type(rest[0]) is not int or any(i is not None for i in rest[1:])):
+            raise NoSlotsError
+        if rest:
+            return self._tag_scores(x, selection, rest[0], rest[1:])
+        if x.dim() == mask.dim():
+            return self._tag(self._run(selection.gather, x.reshape(-1), 0, [0]), selection, 0)
+        if x.dim() != mask.dim() + 1:
+            raise NoSlotsError
+        rows = self._tag(self._run(selection.rows_of, x), selection, 0)
+        self._picked[id(rows)] = x, x._version, 0
+        return rows
+
+    def _tag_scores(
+        self, x: torch.Tensor, selection: SlotSelection, number: int, after: Sequence[None]
+    ) -> torch.Tensor:
+        """Of rows of scores one column, perhaps with dims of one element after it."""
+        scores = self._run(selection.scores_of, x, number)
+        return self._tag(self._indexed(scores, (slice(None), *after)) if after else scores, selection, 0)
+
+    def _indexed(self, rows: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
+        out = rows[index]
+        self._steps[id(out)] = Called(out, torch.Tensor.__getitem__, (rows, index), {}, self._steps)
+        return out
 
     def _note_where(self, selection: Selection | SlotSelection) -> None:
         self._where[id(selection)] = user_statement_of(sys._getframe(1))
 
-    def _experts(self, mask: torch.Tensor) -> int:
-        """Of how many experts a mask says which tokens chose one; 0 if that is not known."""
-        if not self._slots or mask.dim() > 2:
-            return 0
-        return self._classes.get(id(mask), (mask, 0))[1]
-
-    def _classified(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Functions from the choices of experts to masks of the tokens that chose one."""
-        out = self._called(func, args, kwargs)
-        first = args[0]
-        known = self._classes.get(id(first), (first, 0))[1] if isinstance(first, torch.Tensor) else 0
-        if name in ("topk", "argmax"):
-            indices = out[1] if name == "topk" else out
-            self._classes[id(indices)] = indices, first.shape[-1]
-        elif name == "one_hot":
-            self._classes[id(out)] = out, out.shape[-1]
-        elif known:
-            for t in out if isinstance(out, (tuple, list)) else [out]:
-                self._classes[id(t)] = t, known
-        return out
+    def _note(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """What leads from scores to a mask of the rows that chose one of many, and the like."""
+        if name in CLASSIFIED:
+            self._choices.note(name, args, kwargs, out)
+        self._slices.note(name, func, args, out)
+        self._sums.note(name, out)
 
     def _tag(
         self,
@@ -274,8 +309,12 @@ class ChosenRows(TorchFunctionMode):
             return self._size(func, name, args, first)
         if name in ("index_add_", "index_add"):
             return self._add(func, name, args, kwargs)
+        if name == "__setitem__":
+            return self._put(func, args)
         if name == "__getitem__" and not own:
             return self._pick(func, args)
+        if name in _SUMS and (new := self._more(func, name, args, kwargs)) is not None:
+            return new
         refusal: Exception = _refused(func)
         if isinstance(selection, SlotSelection):
             new = self._on_slots(func, name, args, kwargs, rows, selection)
@@ -292,12 +331,23 @@ class ChosenRows(TorchFunctionMode):
         if dims is None:
             raise refusal
         out = self._run(func, *args) if name == "dropout" and not kwargs else func(*args, **kwargs)
-        for t in out if isinstance(out, (tuple, list)) else [out]:
+        parts = out if isinstance(out, (tuple, list)) else [out]
+        for t in parts:
             if not isinstance(t, torch.Tensor) or t.shape[dims + t.dim()] != selection.rows:
                 raise refusal
             if id(t) not in self._rows:
                 self._tag(t, selection, dims + t.dim(), first.axis if name in _SAME else None)
+        if isinstance(selection, SlotSelection):
+            self._note_step(func, args, kwargs, out)
         return out
+
+    def _note_step(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """What rows of an expert are made of."""
+        call = Called(out, func, args, kwargs, self._steps)
+        if isinstance(out, torch.Tensor):
+            self._steps[id(out)] = call
+        else:
+            self._steps.update((id(t), Part(t, call, k)) for k, t in enumerate(out))
 
     def _on_masked(
         self,
@@ -347,6 +397,7 @@ class ChosenRows(TorchFunctionMode):
 
     def returns(self, output: Any) -> None:
         """What the model returns: rows that a mask chose have a shape that depends on values."""
+        self._sums.finish()
         for rows in (self._rows[id(t)] for t in pytree.tree_leaves(output) if id(t) in self._rows):
             raise RowsReturnedError(self._where[id(rows.selection)])
 
@@ -362,7 +413,8 @@ class ChosenRows(TorchFunctionMode):
         """What is done to rows of which there are as many as chose an expert, None if it is row by row."""
         first = rows[0]
         own = bool(args) and args[0] is first.tensor
-        if any(r.axis is not None or r.dim for r in rows) or name in ("dropout", "where", "masked_fill"):
+        draws = name == "dropout" and _draws(*args, **kwargs)
+        if any(r.axis is not None or r.dim for r in rows) or draws or name in ("where", "masked_fill"):
             raise NoSlotsError
         if name in _RESHAPES and own and same_rows(name, args, kwargs, first.tensor.shape, first.lead):
             return self._tag(first.tensor, selection, 0)
@@ -372,11 +424,16 @@ class ChosenRows(TorchFunctionMode):
             out = func(*args, **kwargs)
             if moved(first.tensor.shape, 0, out.shape) != 0:
                 raise NoSlotsError
+            self._note_step(func, args, kwargs, out)
             return self._tag(out, selection, 0)
         if name == "linear" and own and len(rows) == 1:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             out = self._run(selection.product, first.tensor, given["weight"], True)
-            return self._tag(out if given.get("bias") is None else out + given["bias"], selection, 0)
+            if given.get("bias") is not None:
+                with_bias = out + given["bias"]
+                self._note_step(torch.add, (out, given["bias"]), {}, with_bias)
+                out = with_bias
+            return self._tag(out, selection, 0)
         if name in ("matmul", "mm", "__matmul__"):
             if not own or len(rows) > 1 or len(args) != 2 or kwargs:
                 raise NoSlotsError
@@ -453,20 +510,32 @@ class ChosenRows(TorchFunctionMode):
         plain = all(i is None or (isinstance(i, slice) and i == slice(None)) for i in rest)
         apart = at != list(range(at[0], at[0] + len(at))) if at else True
         axes = [f.axis for f in result if f is not None and f.tensor.dim() == 1]
+        selection = next(f.selection for f in result if f is not None)
+        if isinstance(selection, SlotSelection) and at == [0] and len(rest) and type(rest[0]) is int:
+            plain = all(i is None for i in rest[1:])
+            if not plain or len(axes) != 1 or axes[0] is None:
+                raise NoSlotsError
+            selection.with_tokens(axes[0])
+            return self._tag_scores(x, selection, rest[0], rest[1:])
+        plain = all(i is None or (isinstance(i, slice) and i == slice(None)) for i in rest)
         if apart or not plain or len(axes) < len(at) or None in axes or id(x) in self._rows:
             raise _refused(func)
-        selection = next(f.selection for f in result if f is not None)
         dim = sum(i is not None for i in index[: at[0]])
         new = self._run(selection.gather, x, dim, [a for a in axes if a is not None])
         if new is None:
             raise _refused(func)
+        alone = len(index) == 1 and axes[0] is not None
         if isinstance(selection, SlotSelection):
             if any(i is not None for i in index[: at[0]]):
                 raise NoSlotsError
             after = index[at[-1] + 1 :]
-            return self._tag(new[(slice(None), *after)] if after else new, selection, 0, lead=at[0])
-        out = new[(*index[: at[0]], slice(None), *index[at[-1] + 1 :])]
-        return self._tag(out, selection, at[0])
+            new = self._indexed(new, (slice(None), *after)) if after else new
+            out = self._tag(new, selection, 0, lead=at[0])
+        else:
+            out = self._tag(new[(*index[: at[0]], slice(None), *index[at[-1] + 1 :])], selection, at[0])
+        if alone:
+            self._picked[id(out)] = x, x._version, axes[0] or 0
+        return out
 
     def _reshaped(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: _Rows
@@ -490,8 +559,83 @@ class ChosenRows(TorchFunctionMode):
             raise _refused(func)
         if out.dtype != source.dtype or out.shape[1:] != source.shape[1:]:
             raise _refused(func)
-        more = self._run(selection.added, source, at.axis)
-        return out.add_(more) if name == "index_add_" else out + more
+        if name == "index_add_":
+            return self._add_rows(out, selection, source, at.axis)
+        self._sums.used([out])
+        return out + self._run(selection.added, source, at.axis)
+
+    def _add_rows(
+        self,
+        out: torch.Tensor,
+        selection: Selection | SlotSelection,
+        rows: torch.Tensor,
+        axis: int,
+        assigned: bool = False,
+    ) -> torch.Tensor:
+        """``out`` with rows added to it, or put there, now or when the turns of a loop are over."""
+        if isinstance(selection, SlotSelection):
+            turn = self._run(selection.turn, rows, axis)
+            if self._sums.waits(out, turn, assigned):
+                return out
+            self._sums.used([out])
+            if assigned:
+                raise NoSlotsError
+        return out.add_(self._run(selection.added, rows, axis).reshape(out.shape))
+
+    def _more(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """``out[rows] + more``, which is to be put back; None if it is another sum."""
+        pair = [t for t in args if isinstance(t, torch.Tensor)]
+        of = [self._picked.get(id(t)) for t in pair]
+        if kwargs or len(args) != 2 or len(pair) != 2 or (of[0] is None) == (of[1] is None):
+            return None
+        old, more = pair if of[0] is not None else pair[::-1]
+        rows, other = self._rows[id(old)], self._rows.get(id(more))
+        in_place = name in ("__iadd__", "add_")
+        if other is None or other.dim or old.shape != more.shape or old.dtype != more.dtype:
+            return None
+        if in_place and old is not args[0]:
+            return None
+        picked = self._picked[id(old)]
+        new = self._tag(old + more, rows.selection, 0)
+        if isinstance(rows.selection, SlotSelection):
+            self._note_step(torch.add, (old, more), {}, new)
+        self._increased[id(new)] = new, picked, more
+        if in_place:  # what else has the old one would see the new one
+            self._gone[id(old)] = old
+        return new
+
+    def _put(self, func: Any, args: tuple[Any, ...]) -> None:
+        """``out[rows] = out[rows] + more``, or any other rows."""
+        out, index, value = args
+        (at,) = places(index) if len(places(index)) == 1 else (None,)
+        of = self._rows.get(id(value)) if isinstance(value, torch.Tensor) else None
+        if of is None or of.dim or not isinstance(at, torch.Tensor) or id(out) in self._rows:
+            raise _refused(func)
+        selection, axis, by_mask = of.selection, 0, id(at) not in self._rows
+        if not by_mask:
+            by = self._rows[id(at)]
+            if not _alike(by.selection, selection) or by.axis is None or by.tensor.dim() != 1:
+                raise _refused(func)
+            axis = by.axis
+        elif at.dtype != torch.bool or self._masks.counts(at) is not selection.counts:
+            raise _refused(func)
+        if not selection.distinct or out.dtype != value.dtype:
+            raise _refused(func)
+        if isinstance(selection, Selection):
+            put = row_totals.assigned if by_mask else selection.assigned
+            out.copy_(self._run(put, out, value, *((selection.counts, at.dim()) if by_mask else (axis,))))
+            return
+        _, picked, more = self._increased.get(id(value), (None, None, None))
+        if picked is not None and more is not None:
+            if picked[0] is not out or picked[1:] != (out._version, axis):
+                raise NoSlotsError
+            self._add_rows(out, selection, more, axis)
+            return
+        if not selection.is_only:
+            raise NoSlotsError
+        self._add_rows(out, selection, value, axis, assigned=True)
 
     # -- loops over places ------------------------------------------------------------------------------
 
@@ -553,6 +697,21 @@ def chosen_rows(raising: set[tuple[int, int]], slots: bool) -> Iterator[ChosenRo
     with mode, replaced(torch.autograd.Function, "apply", classmethod(apply)):
         yield mode
         mode.finish()
+
+
+def _known_number(tensor: torch.Tensor) -> int | None:
+    """The value of a tensor, if it is known while a model is traced."""
+    try:
+        return int(tensor)
+    except Exception as error:
+        if not tracing.is_data_dependent(error):
+            raise
+        return None
+
+
+def _draws(rows: torch.Tensor, p: float = 0.5, training: bool = True, *more: Any, **kwargs: Any) -> bool:
+    """Whether a dropout, torch's or the op of ours that takes its place, draws numbers."""
+    return len(more) > 1 or (training and p > 0)
 
 
 def _alike(one: Selection | SlotSelection, other: Selection | SlotSelection) -> bool:

@@ -14,6 +14,16 @@ from typing import Any
 import torch
 
 import autoshard.ops.experts  # noqa: F401 (defines the ops called here)
+from autoshard.capture.data_dependent.expert_choice import Choice
+from autoshard.capture.data_dependent.expert_turns import (
+    Gathered,
+    Multiplied,
+    Scored,
+    Step,
+    Turn,
+    Weighed,
+    weights_of,
+)
 
 _ops = torch.ops.autoshard
 
@@ -23,14 +33,38 @@ class NoSlotsError(Exception):
 
 
 class SlotSelection:
-    """The places of a mask, one of ``experts`` alike. shape: of the mask, of one or two dims."""
+    """The places of a mask, one of ``experts`` alike. shape: of the mask, of one or two dims.
 
-    def __init__(self, mask: torch.Tensor, experts: int) -> None:
-        self.shape, self.experts = tuple(mask.shape), experts
-        self._mask = mask
+    choice: what it says of the tokens' choices. steps: what rows are made of, for the turns of a loop.
+    """
+
+    def __init__(self, mask: torch.Tensor, choice: Choice, steps: dict[int, Step]) -> None:
+        self.shape, self.experts, self.choice = tuple(mask.shape), choice.classes, choice
+        self._mask, self._steps = mask, steps
         #: of the mask, the axis of tokens; known once something is indexed by it alone
         self._tokens = 0 if mask.dim() == 1 else None
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Which places of the mask hold."""
+        return self._mask
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no token is in two of its rows."""
+        return len(self.shape) == 1 or self.choice.has_choices
+
+    @property
+    def is_only(self) -> bool:
+        """Whether no token is among those of another expert."""
+        return len(self.shape) == 1 and self.choice.has_one_each(self.shape[0])
+
+    def with_tokens(self, axis: int) -> None:
+        """An axis of the mask is that of tokens."""
+        if self._tokens not in (None, axis):
+            raise NoSlotsError
+        self._tokens = axis
 
     @property
     def rows(self) -> int:
@@ -62,18 +96,40 @@ class SlotSelection:
         both = len(axes) == 2
         if self._tokens is None or not (both or axes[0] == self._tokens) or prod(x.shape[:dim]) != 1:
             raise NoSlotsError
-        x = x.reshape(x.shape[dim:])
+        x = x.reshape(x.shape[dim:]) if dim else x
         sizes = [self.shape[a] for a in axes]
-        if list(x.shape[: len(axes)]) != sizes or x.dim() > 2 or (not both and x.dim() != 2):
+        if list(x.shape[: len(axes)]) != sizes or x.dim() > 2:
+            raise NoSlotsError
+        if both:
+            return self._weights(x, "choices" if axes[0] == self._tokens else "choices first")
+        return self.rows_of(x) if x.dim() == 2 else self._weights(x, "tokens")
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all tokens [..., n] that chose the expert: [rows, n]."""
+        flat = x if x.dim() == 2 else x.reshape(self.rows, x.shape[-1])
+        rows: torch.Tensor = _ops.dispatch(flat, *self._chosen())
+        self._steps[id(rows)] = Gathered(rows, x)
+        return rows
+
+    def scores_of(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Of scores [tokens, experts] those of one expert: [rows]."""
+        if x.dim() != 2 or len(x) != self.rows:
             raise NoSlotsError
         chosen, slots = self._chosen()
-        if both:
-            weights: torch.Tensor = _ops.dispatch_weights(
-                x if axes[0] == self._tokens else x.t(), chosen, slots
-            )
-            return weights
-        rows: torch.Tensor = _ops.dispatch(x, chosen, slots)
-        return rows
+        scores: torch.Tensor = _ops.dispatch_weights(
+            weights_of(x[:, number], "tokens", chosen), chosen, slots
+        )
+        same = number % x.shape[1] == self.choice.number
+        self._steps[id(scores)] = (
+            Scored(scores, x, number) if same else Weighed(scores, x[:, number], "tokens")
+        )
+        return scores
+
+    def _weights(self, x: torch.Tensor, of: str) -> torch.Tensor:
+        chosen, slots = self._chosen()
+        weights: torch.Tensor = _ops.dispatch_weights(weights_of(x, of, chosen), chosen, slots)
+        self._steps[id(weights)] = Weighed(weights, x, of)
+        return weights
 
     def added(self, rows: torch.Tensor, axis: int) -> torch.Tensor:
         """What the rows [rows, n] add to each token: [tokens, n]."""
@@ -82,11 +138,18 @@ class SlotSelection:
         new: torch.Tensor = _ops.combine(rows, *self._chosen())
         return new
 
+    def turn(self, rows: torch.Tensor, axis: int) -> Turn:
+        """The same, as the turn of a loop."""
+        if axis != self._tokens or rows.dim() != 2 or id(rows) not in self._steps:
+            raise NoSlotsError
+        return Turn(self.choice, self.shape, axis, self._steps[id(rows)], lambda: self.added(rows, axis))
+
     def product(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
         """rows [rows, k] times weight [k, n], or [n, k] if it is transposed."""
         if rows.dim() != 2 or weight.dim() != 2 or torch.is_autocast_enabled(rows.device.type):
             raise NoSlotsError
         new: torch.Tensor = _ops.expert_mm(rows, self._chosen()[1], weight.unsqueeze(0), transposed)
+        self._steps[id(new)] = Multiplied(new, self._steps[id(rows)], weight, transposed)
         return new
 
 

@@ -7,6 +7,7 @@ object that a module's attributes lead to (configs), is of a subclass of its cla
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch import nn
 
 #: instance attributes of nn.Module that hold its parameters, children and hooks: they are seen otherwise
 TABLES = frozenset(vars(nn.Module())) - {"training"}
-#: how far from a module's attributes objects are followed, and how many of them at most
+#: how far from a module's attributes objects are followed, and how many of them at most, beside the modules
 _DEPTH, _MOST = 3, 2000
 _CALLABLE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType)
 
@@ -92,9 +93,10 @@ def plain_object(value: object) -> bool:
 def objects_of(model: nn.Module) -> dict[int, tuple[Any, str]]:
     """Modules and the plain objects that their attributes lead to: identity -> (object, label)."""
     result: dict[int, tuple[Any, str]] = {}
-    queue: list[tuple[Any, str, int]] = [(m, name, 0) for name, m in model.named_modules()]
-    while queue and len(result) < _MOST:
-        value, label, depth = queue.pop()
+    queue: deque[tuple[Any, str, int]] = deque((m, name, 0) for name, m in model.named_modules())
+    most = len(queue) + _MOST
+    while queue and len(result) < most:
+        value, label, depth = queue.popleft()
         if id(value) in result:
             continue
         result[id(value)] = value, label

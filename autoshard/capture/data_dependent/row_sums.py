@@ -1,0 +1,92 @@
+"""Sums to which a loop over experts adds: they wait until the loop is over, so that all turns can be one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoshard.capture.data_dependent.expert_turns import Slices, Turn, summed
+
+_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
+_EMPTY = frozenset(("empty", "empty_like", "new_empty"))
+
+
+@dataclass(eq=False)
+class _Sum:
+    """assigned: whether rows are put there, rather than added: each token has one turn. grad: whether
+    gradients were recorded."""
+
+    out: torch.Tensor
+    zeros: bool
+    assigned: bool
+    grad: bool
+    turns: list[Turn] = field(default_factory=list)
+
+    def is_full(self) -> bool:
+        """Whether every expert had its turn."""
+        return len({t.choice.number for t in self.turns}) == self.turns[0].choice.classes
+
+
+class RowSums:
+    """Tensors of zeros, or of nothing, that only turns have used so far.
+
+    run: runs functions of ours.
+    """
+
+    def __init__(self, slices: Slices, run: Callable[..., Any]) -> None:
+        self._slices, self._run = slices, run
+        self._new: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._waiting: dict[int, _Sum] = {}
+
+    def note(self, name: str, out: Any) -> None:
+        """A function gave a tensor."""
+        if name in _ZEROS or name in _EMPTY:
+            self._new[id(out)] = out, name in _ZEROS
+
+    def used(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Something else is about to be done with tensors: what turns add to them is added before."""
+        for t in tensors if self._new or self._waiting else ():
+            self._new.pop(id(t), None)
+            if id(t) in self._waiting:
+                self._finish(self._waiting.pop(id(t)))
+
+    def finish(self) -> None:
+        """Nothing else comes."""
+        while self._waiting:
+            self._finish(self._waiting.popitem()[1])
+
+    def waits(self, out: torch.Tensor, turn: Turn, assigned: bool) -> bool:
+        """Whether a turn's rows will be added to a tensor later, or put there."""
+        of = self._waiting.get(id(out))
+        if of is None and id(out) in self._new:
+            of = _Sum(out, self._new.pop(id(out))[1], assigned, torch.is_grad_enabled())
+            if of.zeros or assigned:
+                self._waiting[id(out)] = of
+            else:
+                of = None
+        if of is not None and of.turns:
+            first = of.turns[0].choice
+            other = assigned and (
+                not turn.choice.is_alike(first) or turn.choice.number in {t.choice.number for t in of.turns}
+            )
+            if of.assigned != assigned or of.grad != torch.is_grad_enabled() or other:
+                self._finish(self._waiting.pop(id(out)))
+                of = None
+        if of is None:
+            return False
+        of.turns.append(turn)
+        if of.is_full():
+            self._finish(self._waiting.pop(id(out)))
+        return True
+
+    def _finish(self, of: _Sum) -> None:
+        kind = of.out.device.type
+        with torch.set_grad_enabled(of.grad), torch.autocast(kind, enabled=False):
+            sums = self._run(summed, of.turns, self._slices)
+            if not of.zeros:
+                of.out.zero_()
+            for rows in sums:
+                of.out.add_(rows.reshape(of.out.shape))
