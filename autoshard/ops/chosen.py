@@ -17,8 +17,11 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """All places of a mask. shape: of the mask; counts: which places hold, flat [rows]; distinct: whether no two
-    that hold share an index."""
+    """All places of a mask.
+
+    shape: of the mask; counts: which places hold, flat [rows]; distinct: whether no two that hold share an
+    index.
+    """
 
     shape: tuple[int, ...]
     counts: torch.Tensor

@@ -160,8 +160,10 @@ class Weighed(Step):
 
 
 def weights_of(x: torch.Tensor, kind: str, chosen: torch.Tensor) -> torch.Tensor:
-    """Weights of all tokens and choices [t, k]. kind: of x, "choices" [t, k], "choices first" [k, t] or "tokens"
-    [t], where a token has one for all its choices."""
+    """Weights of all tokens and choices [t, k].
+
+    kind: of x, "choices" [t, k], "choices first" [k, t] or "tokens" [t], one for all choices of a token.
+    """
     if kind == "tokens":
         return x.unsqueeze(1).expand(chosen.shape)
     return x if kind == "choices" else x.t()

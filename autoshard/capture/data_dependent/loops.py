@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from autoshard.capture.data_dependent.value_checks import Span, position, span, within
@@ -42,7 +43,34 @@ class Loops:
         if not result:
             return False
         function, loop = max(result, key=lambda pair: pair[0].lineno)
-        return not loop.orelse and _direct(loop.iter) and _closed(function, loop)
+        known = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+        return not loop.orelse and _direct(loop.iter) and _closed(function, loop.body, loop, known)
+
+    def region_of(self, frame: FrameType | None, *, filled: bool) -> Region | None:
+        """The statements that run only if there are rows, at whose condition the innermost code of a model
+        stands: the body of an ``if``, or what comes after one that goes on to the next turn of a loop.
+
+        filled: whether the condition holds if there are rows. None if they leave more behind than tensors.
+        """
+        while frame is not None and _between(frame):
+            frame = frame.f_back
+        here = position(frame)
+        tree = self._of(frame) if frame is not None else None
+        if frame is None or here is None or tree is None:
+            return None
+        for function in (f for f in ast.walk(tree) if isinstance(f, _FUNCTIONS)):
+            for block in _blocks(function):
+                for k, statement in enumerate(block):
+                    if not isinstance(statement, ast.If):
+                        continue
+                    if not within(here, span(statement.test)) and here != span(statement):
+                        continue
+                    skips = [type(s) for s in statement.body] == [ast.Continue]
+                    inside = statement.body if filled else block[k + 1 :]
+                    if statement.orelse or skips == filled or not inside or not _closed(function, inside):
+                        return None
+                    return Region(frame, (*span(inside[0])[:2], *span(inside[-1])[2:]))
+        return None
 
     def _of(self, frame: FrameType) -> ast.Module | None:
         path = frame.f_code.co_filename
@@ -52,6 +80,29 @@ class Loops:
             except SyntaxError:  # not the text that was compiled
                 self._trees[path] = None
         return self._trees[path]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Statements that a frame runs. place: where they stand."""
+
+    frame: FrameType
+    place: Span
+
+    def holds(self, frame: FrameType | None) -> bool:
+        """Whether a frame runs in one of them."""
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        here = position(frame)
+        return here is not None and within(here, self.place)
+
+
+def _blocks(function: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(function):
+        for name in ("body", "orelse"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):  # of a lambda it is an expression
+                yield block
 
 
 def _between(frame: FrameType) -> bool:
@@ -68,9 +119,16 @@ def _direct(iterated: ast.expr) -> bool:
     return not isinstance(iterated, ast.Call) or isinstance(iterated.func, ast.Attribute)
 
 
-def _closed(function: ast.AST, loop: ast.For) -> bool:
-    inside = {id(node) for node in ast.walk(loop)}
-    stored = _stored(loop)
+def _closed(
+    function: ast.AST, body: Sequence[ast.stmt], loop: ast.For | None = None, known: set[str] | None = None
+) -> bool:
+    """Whether statements only store names that they set before they read them, and that nothing else reads.
+
+    loop: whose body they are. known: names that are set before.
+    """
+    roots: Sequence[ast.AST] = body if loop is None else [loop]
+    inside = {id(node) for root in roots for node in ast.walk(root)}
+    stored = {name for root in roots for name in _stored(root)}
     for node in ast.walk(function):
         if id(node) in inside:
             if isinstance(node, _LEAVING):
@@ -79,8 +137,8 @@ def _closed(function: ast.AST, loop: ast.For) -> bool:
                 return False
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in stored:
             return False
-    known = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-    return all(_set_first(statement, known, stored) for statement in loop.body)
+    known = set(known or ())
+    return all(_set_first(statement, known, stored) for statement in body)
 
 
 def _set_first(statement: ast.stmt, known: set[str], stored: set[str]) -> bool:

@@ -21,10 +21,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -34,7 +36,7 @@ from autoshard.capture.data_dependent.constant_eval import changed_by
 from autoshard.capture.data_dependent.equal_masks import DERIVED, EqualMasks
 from autoshard.capture.data_dependent.expert_choice import CLASSIFIED, ExpertChoices
 from autoshard.capture.data_dependent.expert_turns import Called, Part, Slices, Step
-from autoshard.capture.data_dependent.loops import Loops
+from autoshard.capture.data_dependent.loops import Loops, Region
 from autoshard.capture.data_dependent.row_count import RowCount
 from autoshard.capture.data_dependent.row_sums import RowSums
 from autoshard.capture.data_dependent.slot_rows import NoSlotsError, SlotSelection, same_rows
@@ -69,7 +71,7 @@ _RESHAPES = frozenset(("view", "reshape", "squeeze", "unsqueeze", "flatten"))
 _COUNTED = frozenset(("div", "__truediv__", "true_divide", "mul", "__mul__"))
 #: ways to add to rows of a tensor, and to put rows into it
 _SUMS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
-_ADDS = frozenset(("index_add_", "__getitem__", "__setitem__"))
+_ADDS = frozenset(("index_add_", "__getitem__", "__setitem__", "masked_scatter"))
 _ABOUT = frozenset(("dim", "ndimension", "is_floating_point", "element_size", "is_complex", "result_type"))
 _ATTRIBUTES = frozenset(("dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_nested"))
 
@@ -118,6 +120,9 @@ class ChosenRows(TorchFunctionMode):
         #: rows -> the tensor, at which of its changes, and along which axis, whose rows they are, or exceed
         self._picked: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._increased: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, int, int], torch.Tensor]] = {}
+        #: rows of a sum that lacks what waits for it, and these with more; tensors with rows put into them
+        self._stale: dict[int, torch.Tensor] = {}
+        self._scattered: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         #: by the identity of what counts: rows of experts
         self._selected: dict[int, SlotSelection] = {}
         self._loop = 0
@@ -134,6 +139,10 @@ class ChosenRows(TorchFunctionMode):
         # of turns that are over
         self._gone: dict[int, torch.Tensor] = {}
         self._left = False
+        # of statements that run only if there are rows
+        self._region: Region | None = None
+        #: whether a mask holds anywhere
+        self._anywhere: dict[int, torch.Tensor] = {}
         # whether autograd functions that run are those of our ops
         self._ours = False
 
@@ -142,6 +151,9 @@ class ChosenRows(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
+        if self._region is not None and not self._region.holds(sys._getframe(1)):
+            self._region = None
+            self._end_turn()
         if name in _COUNTED or name in _RESHAPES:
             args = self._numbered(name, args)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -149,16 +161,26 @@ class ChosenRows(TorchFunctionMode):
             raise _refused(func)
         rows = [self._rows[id(t)] for t in given if id(t) in self._rows]
         changed = changed_by(name, args, kwargs)
-        if self._slots and name not in _ABOUT and name != "__get__":
-            self._sums.used([t for t in given if not (name in _ADDS and args[0] is t)])
-        if rows:
+        if self._slots:
+            self._check_waiting(name, args, given, rows)
+        if name == "copy_" and len(args) == 2 and id(args[1]) in self._scattered:
+            out = self._copy(*args)
+        elif rows:
             out = self._on_rows(func, name, args, kwargs, rows)
         elif _finds_places(name, args, kwargs):
             out = self._places(func, name, args, kwargs)
         elif self._turn is None and name in ("__getitem__", "masked_select") and _by_mask(name, args, kwargs):
             out = self._masked(func, args)
+        elif name == "bincount" and (classes := self._classes(args, kwargs)):
+            out = self._called(F.one_hot, (args[0].reshape(-1), classes), {}).sum(0)
+        elif (
+            name in ("__bool__", "item")
+            and id(args[0]) in self._anywhere
+            and self._enters(sys._getframe(1), True)
+        ):
+            return True
         else:
-            if self._turn is not None and any(id(t) not in self._fresh for t in changed):
+            if self._is_guarded and any(id(t) not in self._fresh for t in changed):
                 raise _refused(func)
             out = self._called(func, args, kwargs)
             self._note(func, name, args, kwargs, out)
@@ -166,13 +188,35 @@ class ChosenRows(TorchFunctionMode):
             self._masks.changed(t)
         if name in DERIVED:
             self._masks.note(name, args, kwargs, out)
-        if self._turn is not None:
+        if self._is_guarded:
             for t in pytree.tree_leaves(out):
                 if isinstance(t, torch.Tensor) and all(t is not g for g in given):
                     self._made[id(t)] = t
                     if name in _POINTWISE:
                         self._fresh.add(id(t))
         return out
+
+    @property
+    def _is_guarded(self) -> bool:
+        """Whether code runs that, in some calls, does not: it may change nothing but rows."""
+        return self._turn is not None or self._region is not None
+
+    def _enters(self, frame: FrameType, filled: bool) -> bool:
+        """Whether a condition of rows to exist stands before statements that do nothing without them."""
+        if self._turn is not None:
+            return False
+        region = self._loops.region_of(frame, filled=filled)
+        if region is not None:
+            self._region = region
+        return region is not None
+
+    def _classes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Of how many experts choices are counted, 0 if these are no choices."""
+        known = self._choices.get(args[0])
+        least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+        weighted = (args[1:2] or (kwargs.get("weights"),))[0] is not None
+        fits = known is not None and known.is_numbers and not weighted and least >= known.classes
+        return least if fits else 0
 
     def _numbered(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with tensors, or sizes, in place of the numbers of rows."""
@@ -234,9 +278,7 @@ class ChosenRows(TorchFunctionMode):
         self._note_where(selection)
         out = self._run(row_totals.chosen, x, counts, mask.dim())
         rows = self._tag(out[(slice(None), *rest)] if rest else out, selection, 0)
-        if not rest:
-            self._picked[id(rows)] = x, x._version, 0
-        return rows
+        return rows if rest else self._pick_from(x, rows, 0)
 
     def _of_expert(
         self, x: torch.Tensor, mask: torch.Tensor, rest: list[Any], counts: torch.Tensor
@@ -256,8 +298,7 @@ class ChosenRows(TorchFunctionMode):
         if x.dim() != mask.dim() + 1:
             raise NoSlotsError
         rows = self._tag(self._run(selection.rows_of, x), selection, 0)
-        self._picked[id(rows)] = x, x._version, 0
-        return rows
+        return self._pick_from(x, rows, 0)
 
     def _tag_scores(
         self, x: torch.Tensor, selection: SlotSelection, number: int, after: Sequence[None]
@@ -278,6 +319,8 @@ class ChosenRows(TorchFunctionMode):
         """What leads from scores to a mask of the rows that chose one of many, and the like."""
         if name in CLASSIFIED:
             self._choices.note(name, args, kwargs, out)
+        if name == "any" and len(args) == 1 and not kwargs and args[0].dtype == torch.bool:
+            self._anywhere[id(out)] = out
         self._slices.note(name, func, args, out)
         self._sums.note(name, out)
 
@@ -311,10 +354,16 @@ class ChosenRows(TorchFunctionMode):
             return self._add(func, name, args, kwargs)
         if name == "__setitem__":
             return self._put(func, args)
+        if name == "masked_scatter" and not kwargs and (new := self._scatter(*args)) is not None:
+            return new
         if name == "__getitem__" and not own:
             return self._pick(func, args)
-        if name in _SUMS and (new := self._more(func, name, args, kwargs)) is not None:
+        if name in _SUMS and (new := self._more(name, args, kwargs)) is not None:
             return new
+        if name == "to" and own and args[1:] == (first.tensor.dtype,) and not kwargs:
+            return first.tensor
+        if any(id(r.tensor) in self._stale for r in rows):
+            raise NoSlotsError
         refusal: Exception = _refused(func)
         if isinstance(selection, SlotSelection):
             new = self._on_slots(func, name, args, kwargs, rows, selection)
@@ -364,12 +413,6 @@ class ChosenRows(TorchFunctionMode):
         others = self._others(args, kwargs)
         if self._turn is not None or any(r.dim for r in rows):
             return None
-        if name == "masked_scatter":
-            x, mask, value = args
-            dims = x.dim() - first.tensor.dim() + 1
-            if value is not first.tensor or self._masks.counts_below(mask) is not counts:
-                return None
-            return self._run(row_totals.assigned, x, value, counts, dims)
         classwise = name in row_totals.CLASSWISE
         if classwise or name in row_totals.ELEMENTWISE:
             known = not others if classwise else _broadcasts(rows, others)
@@ -498,8 +541,8 @@ class ChosenRows(TorchFunctionMode):
 
     def _count(self, func: Any, rows: _Rows, times: int) -> RowCount:
         if isinstance(rows.selection, Selection) and self._turn is None and rows.dim == 0:
-            return RowCount(lambda: _refused(func), rows.selection.counts, times)
-        return RowCount(lambda: _refused(func))
+            return RowCount(lambda: _refused(func), rows.selection.counts, times, self._enters)
+        return RowCount(lambda: _refused(func), asked=self._enters)
 
     def _pick(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
         """``x[None, token]``, ``x[token, choice, None]``: the rows of another tensor."""
@@ -511,7 +554,7 @@ class ChosenRows(TorchFunctionMode):
         apart = at != list(range(at[0], at[0] + len(at))) if at else True
         axes = [f.axis for f in result if f is not None and f.tensor.dim() == 1]
         selection = next(f.selection for f in result if f is not None)
-        if isinstance(selection, SlotSelection) and at == [0] and len(rest) and type(rest[0]) is int:
+        if isinstance(selection, SlotSelection) and at == [0] and rest and type(rest[0]) is int:
             plain = all(i is None for i in rest[1:])
             if not plain or len(axes) != 1 or axes[0] is None:
                 raise NoSlotsError
@@ -533,9 +576,14 @@ class ChosenRows(TorchFunctionMode):
             out = self._tag(new, selection, 0, lead=at[0])
         else:
             out = self._tag(new[(*index[: at[0]], slice(None), *index[at[-1] + 1 :])], selection, at[0])
-        if alone:
-            self._picked[id(out)] = x, x._version, axes[0] or 0
-        return out
+        return self._pick_from(x, out, axes[0] or 0) if alone else out
+
+    def _pick_from(self, x: torch.Tensor, rows: torch.Tensor, axis: int) -> torch.Tensor:
+        """Note that rows are ``x[rows]``, to which something may be added."""
+        self._picked[id(rows)] = x, x._version, axis
+        if self._sums.waits_for(x):
+            self._stale[id(rows)] = rows
+        return rows
 
     def _reshaped(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: _Rows
@@ -582,9 +630,7 @@ class ChosenRows(TorchFunctionMode):
                 raise NoSlotsError
         return out.add_(self._run(selection.added, rows, axis).reshape(out.shape))
 
-    def _more(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
+    def _more(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """``out[rows] + more``, which is to be put back; None if it is another sum."""
         pair = [t for t in args if isinstance(t, torch.Tensor)]
         of = [self._picked.get(id(t)) for t in pair]
@@ -602,40 +648,87 @@ class ChosenRows(TorchFunctionMode):
         if isinstance(rows.selection, SlotSelection):
             self._note_step(torch.add, (old, more), {}, new)
         self._increased[id(new)] = new, picked, more
+        if id(old) in self._stale:
+            self._stale[id(new)] = new
         if in_place:  # what else has the old one would see the new one
             self._gone[id(old)] = old
         return new
 
     def _put(self, func: Any, args: tuple[Any, ...]) -> None:
-        """``out[rows] = out[rows] + more``, or any other rows."""
+        """``out[token] = out[token] + more``, or any other rows."""
         out, index, value = args
-        (at,) = places(index) if len(places(index)) == 1 else (None,)
-        of = self._rows.get(id(value)) if isinstance(value, torch.Tensor) else None
-        if of is None or of.dim or not isinstance(at, torch.Tensor) or id(out) in self._rows:
+        at = self._rows.get(id(places(index)[0]))
+        of = self._rows.get(id(value))
+        if len(places(index)) != 1 or at is None or of is None or of.dim or id(out) in self._rows:
             raise _refused(func)
-        selection, axis, by_mask = of.selection, 0, id(at) not in self._rows
-        if not by_mask:
-            by = self._rows[id(at)]
-            if not _alike(by.selection, selection) or by.axis is None or by.tensor.dim() != 1:
-                raise _refused(func)
-            axis = by.axis
-        elif at.dtype != torch.bool or self._masks.counts(at) is not selection.counts:
+        if not _alike(at.selection, of.selection) or at.axis is None or at.tensor.dim() != 1:
             raise _refused(func)
-        if not selection.distinct or out.dtype != value.dtype:
+        if not of.selection.distinct or out.dtype != value.dtype:
             raise _refused(func)
-        if isinstance(selection, Selection):
-            put = row_totals.assigned if by_mask else selection.assigned
-            out.copy_(self._run(put, out, value, *((selection.counts, at.dim()) if by_mask else (axis,))))
-            return
+        if isinstance(of.selection, Selection):
+            out.copy_(self._run(of.selection.assigned, out, value, at.axis))
+        else:
+            self._put_rows(out, of.selection, value, at.axis)
+
+    def _put_rows(
+        self, out: torch.Tensor, selection: SlotSelection, value: torch.Tensor, axis: int
+    ) -> torch.Tensor:
         _, picked, more = self._increased.get(id(value), (None, None, None))
         if picked is not None and more is not None:
             if picked[0] is not out or picked[1:] != (out._version, axis):
                 raise NoSlotsError
-            self._add_rows(out, selection, more, axis)
-            return
+            return self._add_rows(out, selection, more, axis)
         if not selection.is_only:
             raise NoSlotsError
-        self._add_rows(out, selection, value, axis, assigned=True)
+        return self._add_rows(out, selection, value, axis, assigned=True)
+
+    def _scatter(self, x: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """``x`` with rows in the places of a mask: what ``x[mask] = rows`` is copied from.
+
+        None if the rows are those of another mask.
+        """
+        of = self._rows.get(id(rows))
+        if of is None or of.dim or self._masks.counts_below(mask) is not of.selection.counts:
+            return None
+        if isinstance(of.selection, Selection):
+            out = self._run(row_totals.assigned, x, rows, of.selection.counts, x.dim() - rows.dim() + 1)
+        else:
+            out = x.clone()  # stands for what is copied, which is nothing yet
+        self._scattered[id(out)] = out, x, rows
+        return out
+
+    def _copy(self, x: torch.Tensor, scattered: torch.Tensor) -> torch.Tensor:
+        """The second half of ``x[mask] = rows``."""
+        _, source, rows = self._scattered[id(scattered)]
+        selection = self._rows[id(rows)].selection
+        if isinstance(selection, Selection):
+            return x.copy_(scattered)
+        if source is not x:
+            raise NoSlotsError
+        return self._put_rows(x, selection, rows, 0)
+
+    def _check_waiting(
+        self, name: str, args: tuple[Any, ...], given: Sequence[torch.Tensor], rows: Sequence[_Rows]
+    ) -> None:
+        """Sums that are about to be read get what is to be added to them. Rows of one that waits, and what is
+        no more than put into one, are used for nothing else."""
+        puts = name == "copy_" and len(args) == 2 and id(args[1]) in self._scattered
+        if name in _ABOUT or name == "__get__":
+            return
+        if any(id(t) in self._stale for t in given) and name not in (
+            *_SUMS,
+            "__setitem__",
+            "masked_scatter",
+            "to",
+        ):
+            raise NoSlotsError
+        standing = (self._scattered[id(t)][2] for t in given if id(t) in self._scattered)
+        if not puts and any(isinstance(self._rows[id(t)].selection, SlotSelection) for t in standing):
+            raise NoSlotsError
+        picks = name == "__getitem__" and isinstance(args[1], torch.Tensor) and self._choices.get(args[1])
+        if puts or picks or (rows and name in _ADDS and id(args[0]) not in self._rows):
+            given = [t for t in given if t is not args[0]]
+        self._sums.used(given)
 
     # -- loops over places ------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,13 +13,18 @@ import torch
 class RowCount:
     """How many rows, or elements in them, there are: to be compared with none, or to be counted with.
 
-    counts: the places that count, each ``times`` times; None if they cannot be counted.
+    counts: the places that count, each ``times`` times; None if they cannot be counted. asked: told the frame
+    that compares it with none, and the answer, which is that of rows that exist.
     """
 
     def __init__(
-        self, refuse: Callable[[], Exception], counts: torch.Tensor | None = None, times: int = 1
+        self,
+        refuse: Callable[[], Exception],
+        counts: torch.Tensor | None = None,
+        times: int = 1,
+        asked: Callable[[FrameType, bool], object] | None = None,
     ) -> None:
-        self._refuse, self._counts, self._times = refuse, counts, times
+        self._refuse, self._counts, self._times, self._asked = refuse, counts, times, asked
 
     @property
     def value(self) -> torch.Tensor:
@@ -70,4 +77,6 @@ class RowCount:
             return not answer
         if type(other) is not int or other != 0:
             raise self._refuse()
+        if self._asked is not None:
+            self._asked(sys._getframe(2), answer)
         return answer

@@ -46,6 +46,10 @@ class RowSums:
         if name in _ZEROS or name in _EMPTY:
             self._new[id(out)] = out, name in _ZEROS
 
+    def waits_for(self, tensor: torch.Tensor) -> bool:
+        """Whether something will be added to a tensor, which it does not have yet."""
+        return id(tensor) in self._waiting
+
     def used(self, tensors: Sequence[torch.Tensor]) -> None:
         """Something else is about to be done with tensors: what turns add to them is added before."""
         for t in tensors if self._new or self._waiting else ():
