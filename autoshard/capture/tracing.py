@@ -37,7 +37,10 @@ DYNAMIC_SHAPE: tuple[type[Exception], ...] = (DynamicOutputShapeException,)
 
 def is_data_dependent(error: Exception) -> bool:
     """Whether Python code asked for a value that only a run can give."""
-    return isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode))
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        return True
+    # what `tolist` of a tensor that is functionalised raises (torch 2.11 to 2.13)
+    return isinstance(error, RuntimeError) and "its data is not allocated yet" in str(error)
 
 
 def trace_joint(
