@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.optim.clip import clip_grad_norm_
     from autoshard.runtime.optim.grad_scaler import GradScaler
     from autoshard.runtime.optim.host_optimizer import HostOptimizer
+    from autoshard.runtime.optim.layer_wise import LayerWiseOptimizer
     from autoshard.runtime.optim.muon import Muon
     from autoshard.verify.rule_check import WrongRule, check_rule
 
@@ -53,6 +54,7 @@ __all__ = [
     "GradScaler",
     "HostOptimizer",
     "InfeasibleError",
+    "LayerWiseOptimizer",
     "LengthPlans",
     "LoadedWeights",
     "Mesh",
@@ -120,6 +122,8 @@ def _home(name: str) -> str | None:
         return "autoshard.runtime.optim.adamw"
     if name == "HostOptimizer":
         return "autoshard.runtime.optim.host_optimizer"
+    if name == "LayerWiseOptimizer":
+        return "autoshard.runtime.optim.layer_wise"
     if name == "Muon":
         return "autoshard.runtime.optim.muon"
     if name == "GradScaler":

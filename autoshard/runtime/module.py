@@ -244,7 +244,7 @@ class ParallelModule(nn.Module):
 
         It counts the steps of the optimizer, and is loaded with the state of one that counts them, as Adam
         and its kind do: with model and optimizer loaded, training goes on with the same masks. For others,
-        SGD and Muon among them, save it with the checkpoint, and set it after loading.
+        SGD, Muon and LayerWiseOptimizer among them, save it with the checkpoint, and set it after loading.
         """
         return self._autoshard.clock.steps
 

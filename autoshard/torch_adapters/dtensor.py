@@ -109,6 +109,15 @@ def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
     return dtensor_of(local, _spec(other.device_mesh, other.placements, meta))
 
 
+def batch_like(other: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor whose first dim, the only one that is sharded, lies as that of another one."""
+    size = torch.Size((other.shape[0], *local.shape[1:]))
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    return dtensor_of(
+        local, _spec(other.device_mesh, refusing(size, other.device_mesh, other.placements), meta)
+    )
+
+
 def dtensor_as(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A rank's part of something that lies as another tensor, which may be a plain one."""
     return dtensor_like(other, local) if isinstance(other, DTensor) else local

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import autoshard
 from autoshard.ir.placement import Shard as OurShard
-from autoshard.runtime.optim import muon
+from autoshard.runtime.optim import owners
 from autoshard.runtime.shard_utils import shard_tensor
 from autoshard.torch_adapters.dtensor import as_dtensor
 
@@ -123,15 +123,16 @@ def test_options_are_those_of_torch() -> None:
 
 
 def test_every_matrix_goes_to_one_rank_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "_ROUND_BYTES", 1)
+    monkeypatch.setattr(owners, "_ROUND_BYTES", 1)
     sent: list[int] = []
-    exchange = muon._all_to_all
+    exchange = owners._all_to_all
 
-    def counted(group: Any, parts: list[torch.Tensor], received: list[int]) -> Any:
-        sent.append(sum(2 * len(part) for k, part in enumerate(parts) if k != dist.get_rank(group)))
-        return exchange(group, parts, received)
+    def counted(group: Any, parts: list[list[torch.Tensor]], *rest: Any) -> Any:
+        others = (part for k, each in enumerate(parts) if k != dist.get_rank(group) for part in each)
+        sent.append(sum(part.nbytes for part in others))
+        return exchange(group, parts, *rest)
 
-    monkeypatch.setattr(muon, "_all_to_all", counted)
+    monkeypatch.setattr(owners, "_all_to_all", counted)
 
     def stepped(shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...]) -> None:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])

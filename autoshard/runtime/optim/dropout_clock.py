@@ -4,7 +4,8 @@ The masks of a call follow from the seed, from how many steps the optimizer has 
 since the last of them it is. A checkpoint of a model has no place for the number: one more key would keep it
 from being loaded into the plain model, and plain checkpoints from being loaded into the parallel one. But
 optimizers that adapt count their steps in their state, which a run that goes on loads: the number is theirs.
-Where one has none (SGD, Muon), the user keeps it (`ParallelModule.dropout_step`).
+Where one has none (SGD, Muon), or not on every rank (LayerWiseOptimizer), the user keeps it
+(`ParallelModule.dropout_step`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.optim.optimizer import Optimizer
 
+from autoshard.runtime.optim.layer_wise import LayerWiseOptimizer
 from autoshard.runtime.optim.optimizer_hooks import parameters_in
 from autoshard.torch_adapters.step_hooks import after_steps
 
@@ -100,6 +102,8 @@ def _count(optimizer: Optimizer, expected: int | None = None) -> int | None:
 
     expected: taken instead of waiting for a device, if it is known.
     """
+    if isinstance(optimizer, LayerWiseOptimizer):
+        return None  # ranks must agree, and each has the states of some parameters
     states = (optimizer.state.get(p, {}) for p in parameters_in(optimizer))
     step = next((state["step"] for state in states if "step" in state), None)
     if step is None:

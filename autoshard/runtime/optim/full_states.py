@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autoshard.errors import UsageError
+from autoshard.runtime.optim.layer_wise import LayerWiseOptimizer
 from autoshard.runtime.optim.optimizer_hooks import local, parameters_in
 from autoshard.runtime.optim.plain_steps import has_full_states
 from autoshard.runtime.saving import full_here, of_all_stages, pipe_of
@@ -25,8 +26,10 @@ def full_optimizer_state(module: Any, optimizer: Optimizer) -> dict[str, Any]:
     others. Collective.
 
     A plain model's optimizer of the same groups loads it, too. Raises UsageError, on all ranks, if the stages
-    of a pipeline have unlike groups, or a parameter is none of the model.
+    of a pipeline have unlike groups, a parameter is none of the model, or states are
+    at the owners of parameters.
     """
+    _check_full(optimizer)
     runner = module._autoshard
     names, state = list(_names(module, optimizer)), optimizer.state_dict()
     groups = _groups(module, optimizer)
@@ -67,6 +70,7 @@ def load_full_optimizer_state(module: Any, optimizer: Optimizer, state: Mapping[
 
     Raises UsageError, on all ranks, if its groups are of other parameters.
     """
+    _check_full(optimizer)
     groups = _groups(module, optimizer)
     saved = [group["params"] for group in state["param_groups"]]
     if list(map(len, groups)) != list(map(len, saved)):
@@ -91,6 +95,15 @@ def load_full_optimizer_state(module: Any, optimizer: Optimizer, state: Mapping[
     ]
     optimizer.load_state_dict({"state": taken, "param_groups": merged})
     module._autoshard.clock.after_load(optimizer)
+
+
+def _check_full(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LayerWiseOptimizer):
+        raise UsageError(
+            "the states of a LayerWiseOptimizer are not gathered",
+            why="each rank has those of the parameters that it owns",
+            hint="save and load with autoshard.Checkpoints, or torch.distributed.checkpoint",
+        )
 
 
 def _own(x: Any, p: Any, port: Any) -> Any:

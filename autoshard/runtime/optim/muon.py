@@ -10,26 +10,18 @@ for LLM training", 2502.16982 (scale of updates).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import prod, sqrt
+from collections.abc import Callable, Iterable, Sequence
+from math import sqrt
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoshard.cost.orthogonal import iteration_flop
 from autoshard.errors import UsageError, nearest
 from autoshard.runtime.optim.optimizer_hooks import local, loss_of
-from autoshard.torch_adapters.blocks import PartOfTensor, all_of, part_at
+from autoshard.runtime.optim.owners import SharedTensors
 from autoshard.torch_adapters.dtensor import dtensor_as
-from autoshard.torch_adapters.groups import group_over
 
-#: bytes of matrices that are under way together
-_ROUND_BYTES = 256 << 20
 _SCALES = ("original", "match_rms_adamw")
 
 
@@ -80,11 +72,11 @@ class Muon(torch.optim.Muon):
                         why="it orthogonalises matrices",
                         hint="give norms and biases, and by custom embeddings and heads, to AdamW",
                     )
-        self._shared_matrices = _SharedMatrices()
+        self._shared_matrices = SharedTensors(iteration_flop, batched=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._shared_matrices = _SharedMatrices()
+        self._shared_matrices = SharedTensors(iteration_flop, batched=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,12 +84,12 @@ class Muon(torch.optim.Muon):
         loss = loss_of(closure)
         for group in self.param_groups:
             given = [p for p in group["params"] if p.grad is not None]
-            updates = [self._update(p, group) for p in given]
+            updates = [[self._update(p, group)] for p in given]
 
-            def orthogonal(x: torch.Tensor, group: dict[str, Any] = group) -> torch.Tensor:
-                return newton_schulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            def orthogonal(_: int, full: list[torch.Tensor], group: dict[str, Any] = group) -> torch.Tensor:
+                return newton_schulz(full[0], group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-            for number, update in self._shared_matrices.orthogonalised(given, updates, orthogonal):
+            for number, update in self._shared_matrices.computed(given, updates, orthogonal):
                 mine, scale = local(given[number]), _scale(given[number].shape, group["adjust_lr_fn"])
                 mine.mul_(1 - group["lr"] * group["weight_decay"])
                 mine.add_(update.view(mine.shape), alpha=-group["lr"] * scale)
@@ -137,184 +129,3 @@ def newton_schulz(
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """A matrix of several ranks. parts: of every rank of the group; copies: which copy of the matrix that is
-    of. among: the mesh and its axes that they are over. number: of its parameter in a step."""
-
-    among: tuple[DeviceMesh, tuple[int, ...]]
-    shape: tuple[int, ...]
-    parts: tuple[PartOfTensor, ...]
-    copies: tuple[tuple[int, ...], ...]
-    number: int = -1
-
-    @property
-    def flop(self) -> int:
-        """Of an iteration."""
-        return iteration_flop(self.shape)
-
-    def sent(self, rank: int, owner: int) -> int:
-        """Elements that a rank sends to the owner: those of its copy come from others."""
-        return self.parts[rank].numel if self.copies[rank] == self.copies[owner] else 0
-
-
-class _SharedMatrices:
-    """Which ranks share which matrices: worked out once."""
-
-    def __init__(self) -> None:
-        self._matrices: dict[torch.Tensor, _Shared | None] = {}
-        self._groups: dict[tuple[DeviceMesh, tuple[int, ...]], dist.ProcessGroup] = {}
-
-    def orthogonalised(
-        self,
-        params: Sequence[torch.Tensor],
-        updates: Sequence[torch.Tensor],
-        orthogonal: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """This rank's parts of all updates once orthogonal, and the parameters' numbers. Collective."""
-        shared: dict[tuple[DeviceMesh, tuple[int, ...]], list[_Shared]] = defaultdict(list)
-        for number, p in enumerate(params):
-            if p not in self._matrices:
-                self._matrices[p] = _shared(p)
-            matrix = self._matrices[p]
-            if matrix is None:
-                yield number, orthogonal(updates[number])
-            else:
-                shared[matrix.among].append(replace(matrix, number=number))
-        for among, matrices in shared.items():
-            if among not in self._groups:
-                self._groups[among] = group_over(*among)
-            yield from _exchanged(self._groups[among], matrices, updates, orthogonal)
-
-
-def _shared(p: torch.Tensor) -> _Shared | None:
-    """What every rank that has a part or a copy of a parameter's matrices has, in their order; None if this
-    rank has them to itself."""
-    if not isinstance(p, DTensor):
-        return None
-    mesh, place = p.device_mesh, p.device_mesh.get_coordinate()
-    assert place is not None
-    # the dim that each mesh axis divides, None for replicas
-    dims = {k: getattr(x, "dim", None) for k, x in enumerate(p.placements) if mesh.size(k) > 1}
-    divided = any(dim is not None and dim >= p.dim() - 2 for dim in dims.values())
-    axes = tuple(k for k, dim in dims.items() if divided or dim is None)
-    parts, copies = [], []
-    for k in range(prod(mesh.size(axis) for axis in axes)):
-        there = list(place)
-        for axis in reversed(axes):
-            k, there[axis] = divmod(k, mesh.size(axis))
-        parts.append(part_at(p.shape, mesh.shape, p.placements, there))
-        copies.append(tuple(there[axis] for axis in axes if dims[axis] is None))
-    if divided:
-        return _Shared((mesh, axes), tuple(p.shape), tuple(parts), tuple(copies))
-    mine = tuple(local(p).shape)  # replicas of experts: theirs is all of it
-    return _Shared((mesh, axes), mine, (all_of(mine),) * len(parts), tuple(copies)) if axes else None
-
-
-def _exchanged(
-    group: dist.ProcessGroup,
-    matrices: Sequence[_Shared],
-    updates: Sequence[torch.Tensor],
-    orthogonal: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rounds of matrices, each to its owner and back; the next one comes while one is computed."""
-    ways, me = dist.get_world_size(group), dist.get_rank(group)
-    rounds = [_owned(some, ways) for some in _rounds(matrices, ways)]
-    coming = _to_owners(group, rounds[0], updates)
-    going: list[tuple[list[list[_Shared]], torch.Tensor, Any]] = []
-    for number, owned in enumerate(rounds):
-        arrived, work = coming
-        if number + 1 < len(rounds):
-            coming = _to_owners(group, rounds[number + 1], updates)
-        work.wait()
-        results = [orthogonal(full) for full in _joined(arrived, owned[me], me, ways)]
-        going.append((owned, *_to_parts(group, owned, results, arrived[:0], me)))
-    for owned, parts, work in going:
-        work.wait()
-        sizes = [matrix.parts[me].numel for each in owned for matrix in each]
-        for matrix, flat in zip((m for each in owned for m in each), parts.split(sizes), strict=True):
-            yield matrix.number, flat.view(matrix.parts[me].shape)
-
-
-def _rounds(matrices: Sequence[_Shared], ways: int) -> Iterator[list[_Shared]]:
-    """As many matrices as ranks can share, in as few bytes as that takes."""
-    some: list[_Shared] = []
-    nbytes = 0
-    for matrix in sorted(matrices, key=lambda m: (-m.flop, m.number)):
-        some.append(matrix)
-        nbytes += 2 * prod(matrix.shape)
-        if len(some) >= ways and nbytes >= _ROUND_BYTES:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some
-
-
-def _owned(matrices: Sequence[_Shared], ways: int) -> list[list[_Shared]]:
-    """The matrices of each rank: the longest first, always to the rank that has least to do."""
-    owned: list[list[_Shared]] = [[] for _ in range(ways)]
-    load = [0] * ways
-    for matrix in matrices:
-        rank = min(range(ways), key=load.__getitem__)
-        owned[rank].append(matrix)
-        load[rank] += matrix.flop
-    return owned
-
-
-def _all_to_all(
-    group: dist.ProcessGroup, sent: list[torch.Tensor], received: list[int]
-) -> tuple[torch.Tensor, Any]:
-    """Parts of bfloat16 to all ranks. received: elements of each."""
-    out = torch.empty(sum(received), dtype=torch.bfloat16, device=sent[0].device)
-    # as bytes: gloo knows fewer types
-    work = dist.all_to_all_single(
-        out.view(torch.uint8),
-        torch.cat(sent).view(torch.uint8),
-        [2 * n for n in received],
-        [2 * len(x) for x in sent],
-        group=group,
-        async_op=True,
-    )
-    return out, work
-
-
-def _to_owners(
-    group: dist.ProcessGroup, owned: list[list[_Shared]], updates: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, Any]:
-    me = dist.get_rank(group)
-    nothing = updates[0].new_empty(0)
-    sent = [
-        torch.cat([nothing, *(updates[m.number].reshape(-1) for m in each if m.sent(me, owner))])
-        for owner, each in enumerate(owned)
-    ]
-    received = [sum(m.sent(k, me) for m in owned[me]) for k in range(len(owned))]
-    return _all_to_all(group, sent, received)
-
-
-def _joined(arrived: torch.Tensor, mine: list[_Shared], me: int, ways: int) -> Iterator[torch.Tensor]:
-    """The matrices of this rank, of the parts of one copy."""
-    given = [(k, m) for k in range(ways) for m in mine if m.sent(k, me)]
-    flats = arrived.split([m.sent(k, me) for k, m in given])
-    full = {m.number: arrived.new_empty(m.shape) for m in mine}
-    for (k, m), flat in zip(given, flats, strict=True):
-        m.parts[k].write(full[m.number], flat.view(m.parts[k].shape))
-    return iter(full.values())
-
-
-def _to_parts(
-    group: dist.ProcessGroup,
-    owned: list[list[_Shared]],
-    results: list[torch.Tensor],
-    nothing: torch.Tensor,
-    me: int,
-) -> tuple[torch.Tensor, Any]:
-    sent = [
-        torch.cat(
-            [nothing, *(m.parts[k].read(x).reshape(-1) for m, x in zip(owned[me], results, strict=True))]
-        )
-        for k in range(len(owned))
-    ]
-    received = [sum(m.parts[me].numel for m in each) for each in owned]
-    return _all_to_all(group, sent, received)
