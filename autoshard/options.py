@@ -40,7 +40,8 @@ class PlanOptions:
         None, "sequences per optimizer step; the number of microbatches is then chosen", least=1
     )
     optimizer: str = option(
-        "adamw", "adamw: all in the type of the parameters; adamw-fp32: master copy; muon: of matrices"
+        "adamw",
+        "adamw: all in the type of the parameters; adamw-fp32: master copy; muon, soap, shampoo: of matrices",
     )
     precision: str = option(
         "",

@@ -272,7 +272,7 @@ class PlanningRequest:
         # activations in host memory make no room for what layers hold while they run
         full = least > _FULL * self.memory
         for kinds in _OFFLOADED[1:] if full else _OFFLOADED:
-            if self.request.recipe.iterations and Offload.parse(kinds).states:
+            if self.request.recipe.needs_matrices and Offload.parse(kinds).states:
                 return  # the optimizer that steps in host memory is AdamW
             hosting = replace(self, options=replace(options, offload=kinds))
             yield hosting, rows, f"tiles of {rows:,} tokens, and {_words(kinds)} in host memory"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from types import MappingProxyType
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
-from autoshard.cost.orthogonal import orthogonal_seconds
+from autoshard.cost.orthogonal import owner_seconds
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import StageMachine, boundary_links, bounding_machine, stage_machines
 from autoshard.ir import Call, Folded, Port
@@ -227,9 +228,11 @@ class _Pricing:
         """Value of forward that one stage makes and others are sent -> its slot."""
         return {value: slot for slot, statement in self._placed() for value in statement.makes}
 
-    def _orthogonal(self, recipe: Recipe, port: Port) -> float:
-        device = self.cluster.device
-        return device.traffic * orthogonal_seconds(recipe, port.type.shape, device, self.estimator.links)
+    def _by_owners(self, recipe: Recipe, port: Port) -> tuple[float, float]:
+        """Bytes of a rank: of state that it owns, and moved in the time that owners take."""
+        device, links = self.cluster.device, self.estimator.links
+        held = recipe.owned_bytes(port) / prod(link.size for link in links)
+        return held, device.traffic * owner_seconds(recipe, port.type, device, links)
 
     def _held(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Shared]:
         """held, held_weight, made, state and what the optimizer moves, in bytes; and what slots share."""
@@ -240,7 +243,7 @@ class _Pricing:
             self.options,
             self.recipe,
             self.bytes_of,
-            self._orthogonal,
+            self._by_owners,
             once=once,
         )
         held, held_weight, produced = (np.zeros(self.count) for _ in range(3))

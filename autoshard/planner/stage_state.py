@@ -36,13 +36,13 @@ def state_of(
     options: LoweringOptions,
     recipe: Recipe,
     bytes_of: Callable[[str], float],
-    orthogonal: Callable[[Recipe, Port], float],
+    by_owners: Callable[[Recipe, Port], tuple[float, float]],
     *,
     once: bool,
 ) -> StagedState:
     """homes: where every statement runs if every op is a stage. bytes_of: a value of main, on a rank.
-    orthogonal: bytes that the device moves while a parameter is orthogonalised. once: whether gradients are
-    made once a step, so that nothing is summed up."""
+    by_owners: bytes of state that a rank owns of a parameter, and that the device moves while owners compute.
+    once: whether gradients are made once a step, so that nothing is summed up."""
     count = sum(not s.backward for s in homes.uncut.whole.all)
     state = StagedState(np.zeros(count), np.zeros(count), _copies(homes, folded, options))
     shared: list[tuple[tuple[int, ...], float]] = []
@@ -58,8 +58,9 @@ def state_of(
         for slot in slots:
             state.held[slot] += own
             if trained:
-                state.held[slot] += own / width * kept.optimizer_bytes(width)
-                state.updated[slot] += own / width * kept.update_bytes(width) + orthogonal(kept, port)
+                owned, moved = by_owners(kept, port)
+                state.held[slot] += own / width * kept.optimizer_bytes(width) + owned
+                state.updated[slot] += own / width * kept.update_bytes(width) + moved
         if trained and once:
             state.held[slots[0]] += own / width * kept.gradient_bytes(width)
         elif trained:

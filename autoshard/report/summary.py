@@ -240,6 +240,7 @@ def summarise(
             elements = len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) / width
             gradients += elements * kept.gradient_bytes(width)
             optimizer += elements * kept.optimizer_bytes(width)
+            optimizer += len(c.ports) * kept.owned_bytes(c.first) / mesh.world_size
     uneven = sum(len(c.ports) for c in classes if not _even(c, plan.params[c.key].stored, mesh))
     warnings = plan.warnings
     if uneven:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from autoshard.cluster.cluster import Cluster, Device, host_of
 from autoshard.cluster.mesh import Axis, Mesh
@@ -13,7 +14,7 @@ from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.link import AxisLink, link_of
-from autoshard.cost.orthogonal import orthogonal_seconds
+from autoshard.cost.orthogonal import owner_seconds
 from autoshard.cost.recipe import SUM_BYTES
 from autoshard.cost.stage_machines import StageMachine, stage_machines
 from autoshard.ir import DTYPES, Call, Port
@@ -267,11 +268,9 @@ class StagePrices:
         around = [self.parts_of(stage).around(stage) for stage in self.stages_of[rank]]
         full = sum(around, NOTHING)
         handed = len(trained) * self.device(rank).kernels.hand
-        orthogonal = sum(
-            orthogonal_seconds(self.recipe.of(p), p.type.shape, self.device(rank), self.pricer.links)
-            for p in trained
-        )
-        update = self._update(rank, touched) + orthogonal
+        links = self.pricer.links
+        by_owners = sum(owner_seconds(self.recipe.of(p), p.type, self.device(rank), links) for p in trained)
+        update = self._update(rank, touched) + by_owners
         return StepEnd(full.seconds + handed, shared, update, full.exposed)
 
     def _update(self, rank: int, touched: float) -> float:
@@ -387,8 +386,10 @@ class StagePrices:
 
     def optimizer_bytes(self, rank: int) -> float:
         """What the optimizer of a pipeline rank keeps, in whichever memory."""
+        sharing = prod(link.size for link in self.pricer.links)
         return sum(
             self.size(p.name) / _width(p) * self.recipe.of(p).optimizer_bytes(_width(p))
+            + self.recipe.of(p).owned_bytes(p) / sharing
             for p in self.held_by(rank)
             if p.target in self.trained
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, prod
 
 import numpy as np
 
-from autoshard.cost.orthogonal import orthogonal_seconds
+from autoshard.cost.orthogonal import owner_seconds
 from autoshard.cost.recipe import Recipe, added_bytes
 from autoshard.cost.reshard import ReshardTable, Share
 from autoshard.ir import DTYPES, TensorType
@@ -66,11 +66,9 @@ def strategies_of(
     sums: list[float] = []
     adding: list[float] = []
     updates: list[float] = []
-    orthogonal = 0.0
-    if trained:
-        orthogonal = orthogonal_seconds(
-            recipe, type_.shape, prices.params.device, prices.params.reshard.links
-        )
+    links = prices.params.reshard.links
+    by_owner = owner_seconds(recipe, type_, prices.params.device, links) if trained else 0.0
+    owned = recipe.owned_bytes(group.first) / prod(link.size for link in links) if trained else 0.0
     used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
     sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.traffic
     for s in stored:
@@ -94,11 +92,12 @@ def strategies_of(
                 gathers.append(once - bare)
                 inline.append(bare + copies)
                 packed.append(packs)
-                held.append(_bytes(type_, own, full * keep, trained, len(group.ports), recipe))
+                state = _bytes(type_, own, full * keep, trained, len(group.ports), recipe)
+                held.append(state + len(group.ports) * owned)
                 windows.append(min(len(group.ports), GATHERED) * full * (full > own and not keep))
                 sums.append(_sums(type_, own, full, keep and late, len(group.ports), recipe))
                 adding.append((full if keep and late else own) / width * added / bandwidth)
-                update = _update(type_, own, trained, recipe, bandwidth) + orthogonal
+                update = _update(type_, own, trained, recipe, bandwidth) + by_owner
                 updates.append(update + _tie(type_, s, axes, full > own))
     count = len(group.ports)
     costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))

@@ -165,13 +165,16 @@ def whole_state(model: Model, recipe: Recipe) -> float:
                 * type_.numel
                 * (_kept_width(recipe, width) + (width if recipe.resident else 0))
             )
+            total += len(group.ports) * recipe.of(group.first).owned_bytes(group.first)
     return total
 
 
 def _kept_width(recipe: Recipe, width: float) -> float:
     """Bytes of the gradient and the optimizer's state of an element that takes ``width`` itself."""
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else width
-    return grad + (recipe.optimizer_bytes(1) if recipe.optimizer is not None else recipe.moments * width)
+    return grad + (
+        recipe.optimizer_bytes(1) if recipe.optimizer is not None else recipe.sharded_moments * width
+    )
 
 
 def _off_data(stored: Layout, formulated: ShardingProblem) -> Layout:
@@ -212,7 +215,7 @@ class Zero:
         self._summed = np.array([recipe.sum_bytes(int(w)) for w in width])
         self._added = np.array([added_bytes(int(w)) for w in width])
         self._optimizer = (
-            recipe.optimizer_bytes(1) if recipe.optimizer is not None else recipe.moments * width
+            recipe.optimizer_bytes(1) if recipe.optimizer is not None else recipe.sharded_moments * width
         )
         self._touched = (
             recipe.update_bytes(1) if recipe.touched is not None else recipe.accesses * recipe.slower * width
