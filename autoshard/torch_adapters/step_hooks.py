@@ -4,7 +4,7 @@ torch iterates over its table of hooks while it calls them, and the garbage coll
 the middle of that: taking the owner's hook out of the table then would end the user's step. So a hook whose
 owner is gone does nothing from then on, and leaves the table when the next one is registered.
 
-Tried with torch 2.11 to 2.13: `RemovableHandle.hooks_dict_ref`.
+Tried with torch 2.11 to 2.13: `RemovableHandle.hooks_dict_ref`, an ordered dict.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ class _OwnedHook:
         self.call = None
 
 
-def before_steps(owner: object, call: StepHook) -> None:
-    """Call it before every optimizer step of the process while `owner` lives, which it must not refer to."""
-    _register(register_optimizer_step_pre_hook, owner, call)
+def before_steps(owner: object, call: StepHook, *, first: bool = False) -> None:
+    """Call it before every optimizer step of the process while `owner` lives, which it must not refer to.
+
+    first: ahead of all that are not, as those of other models may take the gradients.
+    """
+    _register(register_optimizer_step_pre_hook, owner, call, first=first)
 
 
 def after_steps(owner: object, call: StepHook) -> None:
@@ -48,8 +51,13 @@ def after_steps(owner: object, call: StepHook) -> None:
     _register(register_optimizer_step_post_hook, owner, call)
 
 
-def _register(register: Callable[[Any], Any], owner: object, call: StepHook) -> None:
-    hooks = register(_OwnedHook(owner, call)).hooks_dict_ref()
+def _register(
+    register: Callable[[Any], Any], owner: object, call: StepHook, *, first: bool = False
+) -> None:
+    handle = register(_OwnedHook(owner, call))
+    hooks = handle.hooks_dict_ref()
+    if first:
+        hooks.move_to_end(handle.id, last=False)
     for key, hook in list(hooks.items()):
         if isinstance(hook, _OwnedHook) and hook.call is None:
             del hooks[key]

@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from math import isclose, log
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
+
 from autoshard.ir import Call, Folded, Graph, Node, Port, Ref, refs_of
 from autoshard.ir.flow import Place
 from autoshard.ir.scaled import AMAX_SCALE
@@ -60,8 +62,17 @@ _LOOKUPS = (
     "aten.index_put.default",
     "aten._unsafe_index_put.default",
 )
-#: sums of two, where a number may stand for the second
-_SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar")
+#: sums of two, where a number may stand for one
+_SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar")
+#: what gives every sample the same, of what does not depend on the batch
+_TO_ALL = frozenset(
+    f"aten.{name}.default"
+    for name in """
+    zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
+    expand repeat broadcast_to scalar_tensor
+    """.split()  # noqa: SIM905 - a table reads better than quoted names
+)
+_FOLLOWS = "a number in it follows the size of the batch"
 
 
 class Of(NamedTuple):
@@ -164,8 +175,12 @@ class _Compared:
         self.factors: dict[tuple[str, int], frozenset[int] | None] = {}
         #: value -> power of the batch in it, from numbers that follow the batch
         self.powers: dict[Place, int] = {}
+        #: (segment, number) of sums with a number that is in proportion to the batch
+        self.shares: set[tuple[str, int]] = set()
         #: (segment, number) of other numbers that follow the batch
         self.strange: set[tuple[str, int]] = set()
+        #: constants of Python that follow it: those in proportion to it, and others
+        self.counts, self.constants = _unlike_constants(one.folded, other.folded, self.rate)
         for name, graph in one.folded.segments.items():
             self._segment(name, graph, other.folded.segments[name], other.rules)
         self.ports = {
@@ -188,23 +203,44 @@ class _Compared:
             self._numbers(key, x, y)
 
     def _numbers(self, key: tuple[str, int], x: Node, y: Node) -> None:
-        if x.args == y.args:
+        if x.args == y.args and x.kwargs == y.kwargs:
             return
         pairs = [(p, q) for p, q in zip(x.args, y.args, strict=False) if _is_number(p) and p != q]
+        computes = self.one.rules[key].kind == "pointwise" or x.op in (_FULL, "aten.scalar_tensor.default")
+        if not computes:
+            return  # sizes and places
         power = 1 if x.op == _FULL else _POWERS.get(x.op)
-        if x.types[0] is None or not x.types[0].is_float:
-            return  # a size, or a place
-        if power is None:
-            # sizes and places, unless the op computes with them
-            if self.one.rules[key].kind == "pointwise" and any(isinstance(p, float) for p, _ in pairs):
-                self.strange.add(key)
-            return
-        for p, q in pairs:
-            exponent = log(q / p, self.rate) if p * q > 0 else 0.5
-            if isclose(exponent, round(exponent), abs_tol=1e-6):
-                self.powers[key[0], x.name] = power * round(exponent)
-            else:
-                self.strange.add(key)
+        if x.types[0] is None or not (x.types[0].is_float or x.op == _FULL):
+            power = None
+        exponents = [log(q / p, self.rate) if p * q > 0 else 0.5 for p, q in pairs]
+        if x.kwargs != y.kwargs:
+            self.strange.add(key)
+        elif power is not None and all(isclose(e, round(e), abs_tol=1e-6) for e in exponents):
+            if exponents:
+                self.powers[key[0], x.name] = power * round(exponents[-1])
+        elif x.op in _SUMS and len(exponents) == 1 and isclose(exponents[0], 1, abs_tol=1e-6):
+            self.shares.add(key)
+        elif pairs:
+            self.strange.add(key)
+
+
+def _unlike_constants(one: Folded, other: Folded, rate: float) -> tuple[frozenset[str], frozenset[str]]:
+    """Ports of constants in proportion to the batch, and of others that are not alike for all samples
+    of one batch, or for two batches."""
+    counts, result = set[str](), set[str]()
+    for a, b in zip(one.joint.ports, other.joint.ports, strict=True):
+        if a.kind == "const":
+            p, q = one.joint.constants[a.target], other.joint.constants[b.target]
+            if not isinstance(p, torch.Tensor) or not isinstance(q, torch.Tensor):
+                continue
+            for d in range(p.dim()) if p.dim() == q.dim() and p.numel() and q.numel() else ():
+                if p.shape[d] != q.shape[d]:  # by sample: the first stands for all
+                    p, q = (x.narrow(d, 0, 1) if bool((x == x.narrow(d, 0, 1)).all()) else x for x in (p, q))
+            if p.shape == q.shape and torch.equal(p, q):
+                continue
+            same = p.shape == q.shape and p.dtype != torch.bool and bool(p.all())
+            (counts if same and torch.allclose(q.double(), p.double() * rate) else result).add(a.name)
+    return frozenset(counts), frozenset(result)
 
 
 def _is_number(x: object) -> bool:
@@ -276,9 +312,11 @@ class _Following:
     def _port(self, port: Port) -> Of:
         # a gradient that comes in is the same for all microbatches, or that of the samples of each
         given = port.kind in ("input", "const", "buffer") and port.target not in (*self.updated, "seed")
-        return Of(
-            "split" if self.seen.ports[port.name] else "same", given, ("", port.name), port.type.is_float
-        )
+        kind: Kind = "split" if self.seen.ports[port.name] else "same"
+        if port.name in self.seen.constants:
+            self.notes[port.name] = "a tensor that Python makes of the size of the batch"
+            kind = "own" if kind == "same" else kind
+        return Of(kind, given, ("", port.name), port.type.is_float)
 
     def _call(self, call: Call, env: dict[str, Of]) -> None:
         graph = self.folded.segments[call.segment]
@@ -314,10 +352,14 @@ class _Following:
     # -- one node ----------------------------------------------------------------------------------
 
     def _kinds(self, key: tuple[str, int], node: Node, takes: Sequence[Of]) -> list[Kind]:
-        strange = key in self.seen.strange
+        takes = [self._counted(key, node, k, t) for k, t in enumerate(takes)]
+        if key in self.seen.shares and [t.kind for t in takes] == ["part"]:
+            return ["part"]  # of each microbatch's own number
+        strange = key in self.seen.strange or key in self.seen.shares
         if strange:
-            self._as_sums(key, node, takes, why := "a number in it follows the size of the batch")
-            self._note(node, why)
+            self._no_totals(takes)
+            self._as_sums(key, node, takes, _FOLLOWS)
+            self._note(node, _FOLLOWS)
         wide = [(key[0], out) in self.seen.wide for out in node.outs]
         if any(wide) or any(t.kind in ("split", "rows") for t in takes):
             self._as_sums(key, node, takes, "it uses a sum over the batch beside the samples of it")
@@ -326,6 +368,20 @@ class _Following:
         if any(t.kind == "part" for t in takes) and not strange:
             kind = self._of_parts(key, node, takes)
         return [kind] * len(wide)
+
+    def _counted(self, key: tuple[str, int], node: Node, place: int, of: Of) -> Of:
+        """A number of Python in proportion to the batch is that of the full one where it is used."""
+        if of.place[0] or of.place[1] not in self.seen.counts:
+            return of
+        self.shares[(key[0], node.name, place), -1] += 1
+        return of._replace(given=False)
+
+    def _no_totals(self, takes: Sequence[Of]) -> None:
+        """A number of each microbatch goes with its own part of a sum, not with all of it."""
+        if totals := {t.place for t in takes} & self.totals:
+            self.totals -= totals
+            self.never |= totals
+            raise _AgainError
 
     def _as_sums(self, key: tuple[str, int], node: Node, takes: Sequence[Of], why: str) -> None:
         """Take parts as the sums that they are parts of: totals, or each multiplied."""
@@ -342,11 +398,16 @@ class _Following:
         rows = bool(takes) and all(t.kind == "rows" for t in takes)
         if wide and (node.op in _ROWS or (rows and (rule.kind == "view" or node.op in _SAME))):
             return "rows"
-        if (rule.kind == "view" and wide) or not any(t.kind in ("split", "rows") for t in takes):
+        if not any(t.kind in ("split", "rows") for t in takes):
+            if node.op not in _TO_ALL and not any(t.place[1] == "seed" for t in takes):
+                self._note(node, "what it gives a sample depends on the sample's number")
             return "split"
         if wide and self._looks_up(key, node, takes):
             return "split"
         apart = batch is not None and len(batch) == 1 and not batch & rule.fixed
+        if wide and any(t.kind == "rows" for t in takes):
+            self._note(node, "it computes with the numbers of samples")
+            return "split"
         if wide:
             if not apart:
                 self._note(node, "it mixes the samples of the batch")

@@ -151,8 +151,8 @@ def _divided(value: str, out: str, type_: TensorType, count: str, power: int, ta
     """``out = value / count ** power``, in the type of the value."""
     new: list[Node] = []
     op = "aten.div.Tensor" if power > 0 else "aten.mul.Tensor"
-    # two numbers without dims would be one of the wider type
-    cast = not type_.shape and type_.dtype in ("bf16", "f16")
+    # two numbers without dims would be one of the wider type, and one of integers a float
+    cast = (not type_.shape and type_.dtype in ("bf16", "f16")) or not type_.is_float
     wide = TensorType(type_.shape, "f32") if cast else type_
     for k in range(abs(power)):
         last = k == abs(power) - 1 and not cast

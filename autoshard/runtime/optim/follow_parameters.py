@@ -33,7 +33,7 @@ def follow_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Param
                 _check_fresh(optimizer, [p for p in params if p in table])
                 params[:] = [q for q in (table.get(p, p) for p in params) if q is not None]
 
-    before_steps(model, before_step)
+    before_steps(model, before_step, first=True)
 
 
 def _check_fresh(optimizer: Optimizer, old: list[torch.Tensor]) -> None:

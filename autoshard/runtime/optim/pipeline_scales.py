@@ -41,7 +41,7 @@ class Scales:
 
     def watch(self) -> None:
         """Measure before the steps of optimizers, as long as this lives."""
-        before_steps(self, partial(_before_step, weakref.ref(self)))
+        before_steps(self, partial(_before_step, weakref.ref(self)), first=True)
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep some of the gradients, which no one has scaled yet."""
