@@ -68,12 +68,34 @@ LOSSES: dict[str, Loss] = {
     "size in Python": lambda net, x, y: x.square().sum() / x.shape[0],
     "numel in Python": lambda net, x, y: _ce(x, y, reduction="sum") / y.numel(),
     "at least one": lambda net, x, y: _ce(x, y, reduction="sum") / (y != -100).sum().clamp(min=1),
+    "all but": lambda net, x, y: _ce(x, y, reduction="sum") / (y.numel() - (y == -100).sum()),
+    "size as a constant": lambda net, x, y: x.square().sum() / torch.tensor(float(len(x))),
+    "size of integers": lambda net, x, y: x.square().sum() / y.new_tensor(len(x)),
+    "size in full": lambda net, x, y: x.square().sum() / torch.full((), len(x)),
+    "balanced": lambda net, x, y: F.binary_cross_entropy_with_logits(
+        x[..., 0],
+        (y > 20).float(),
+        weight=torch.where(y > 20, (y.numel() - (y > 20).sum()) / y.numel(), (y > 20).sum() / y.numel()),
+    ),
     "own weights": _own_weights,
     "samples": _of_samples,
     "several": lambda net, x, y: (
         _ce(x, y) + 0.1 * x.square().mean() + 0.01 * x.sum() + 0.3 * net.head.weight.square().sum()
     ),
 }
+#: in which samples, or the size of the batch, are used in ways that a microbatch does not follow
+TOLD: dict[str, Loss] = {
+    "weights by number": lambda net, x, y: (x.mean((1, 2)) * torch.arange(len(x))).mean(),
+    "weights in a line": lambda net, x, y: (x.mean((1, 2)) * torch.linspace(1, 0, len(x))).mean(),
+    "labels by number": lambda net, x, y: F.cross_entropy(x.mean(1), torch.arange(len(x)) % 3),
+    "labels in a list": lambda net, x, y: F.cross_entropy(x.mean(1), torch.tensor([*range(len(x))])),
+    "start of a table": lambda net, x, y: (x.mean((1, 2)) * net.weights[: len(x)]).mean(),
+    "looked up": lambda net, x, y: (x.mean((1, 2)) * net.weights[torch.arange(len(x))]).mean(),
+    "alpha": lambda net, x, y: x.mean().add(net.head.weight.square().sum(), alpha=1 / len(x)),
+    "compared": lambda net, x, y: torch.where(x > 1 / len(x), x, x * 0.1).mean(),
+    "less the size": lambda net, x, y: F.softplus(x - len(x)).mean(),
+}
+LOSSES |= TOLD
 #: what is no sum over the batch
 BALANCE = "balance"
 LOSSES[BALANCE] = lambda net, x, y: _ce(x, y) + x.mean((0, 1)).square().sum()

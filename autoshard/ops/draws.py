@@ -53,6 +53,7 @@ class Draws:
             torch.randint_like: self._integers_like,
             torch.normal: self._normal_of,
             F.rrelu: self._rrelu,
+            F.gumbel_softmax: self._gumbel_softmax,
             torch.randperm: self._order,
             torch.multinomial: self._choice,
             torch.Tensor.multinomial: self._choice,
@@ -60,8 +61,8 @@ class Draws:
 
     def _uniform(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Between 0 and 1, of 24 fair bits."""
-        bits = self._drop(torch.ones((*shape, _BITS)), 0.5) != 0
-        weights = 0.5 ** torch.arange(1, _BITS + 1)
+        bits = self._drop(torch.ones((*shape, _BITS), dtype=torch.float32), 0.5) != 0
+        weights = 0.5 ** torch.arange(1, _BITS + 1, dtype=torch.float32)
         return (bits * weights).sum(-1).to(dtype)
 
     def _normal(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -112,6 +113,16 @@ class Draws:
         slope = self._uniform(input.shape, input.dtype) * (upper - lower) + lower
         out = torch.where(input < 0, input * slope, input)
         return input.copy_(out) if inplace else out
+
+    def _gumbel_softmax(
+        self, logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+    ) -> torch.Tensor:
+        waits = self._exponential_in(logits.detach()).clamp(min=0.5**_BITS)  # of which one may be 0
+        soft = ((logits - waits.log()) / tau).softmax(dim)
+        if not hard:
+            return soft
+        one = torch.zeros_like(logits).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
+        return one - soft.detach() + soft
 
     def _order(self, n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> torch.Tensor:
         if options.get("generator") is not None:

@@ -31,6 +31,7 @@ from autoshard.ops.flex_attention import flex_attention
 from autoshard.ops.masked import setitem
 from autoshard.ops.unchecked import corrcoef, cosine_similarity, cov, gaussian_nll_loss
 from autoshard.ops.windows import as_strided
+from autoshard.ops.written_out import diag, fill_diagonal, multilabel_margin_loss, take
 from autoshard.torch_adapters.flex import attention_ops, refuses_gradients
 from autoshard.torch_adapters.modes import is_users
 
@@ -88,6 +89,12 @@ class Lifter:
             F.cosine_similarity: cosine_similarity,
             F.embedding_bag: embedding_bag,
             F.gaussian_nll_loss: gaussian_nll_loss,
+            F.multilabel_margin_loss: multilabel_margin_loss,
+            torch.diag: diag,
+            torch.Tensor.diag: diag,
+            torch.Tensor.fill_diagonal_: fill_diagonal,
+            torch.take: take,
+            torch.Tensor.take: take,
             torch.cov: cov,
             torch.Tensor.cov: cov,
             torch.corrcoef: corrcoef,

@@ -293,7 +293,7 @@ class _StepRun:
 
     def _after_forward(self, env: Values, action: Action) -> None:
         if action.stage in self.stepper.made.get(self.loss_value, (0,)):
-            self.losses.append(env[self.loss_value].detach().float())
+            self.losses.append(env[self.loss_value].detach().to(self._loss_type))
         for value in self.wanted:
             if action.stage == self.stepper.made.get(value, (0,))[0]:
                 full = self.runner.placed(env[value], value).full_tensor()
@@ -381,17 +381,23 @@ class _StepRun:
             parameter.grad = new if parameter.grad is None else parameter.grad + new
             run_post_accumulate_hooks(parameter)
 
+    @property
+    def _loss_type(self) -> torch.dtype:
+        """The type in which losses are added up: of single precision, or that of the loss."""
+        placed = self.program.lowered.values.get(self.loss_value)
+        return torch.promote_types(torch.float32, torch_dtype(placed.type.dtype) if placed else torch.float32)
+
     def loss(self, trained: bool = True) -> torch.Tensor:
         """The sum over the microbatches, from the stage that makes it. trained: whether there are gradients,
         which ranks have to scale alike."""
         stepper, place = self.stepper, self.runner.place
-        nothing = torch.zeros((), device=self.runner.device)
+        nothing = torch.zeros((), dtype=self._loss_type, device=self.runner.device)
         total = torch.stack(self.losses).sum() if self.losses else nothing
         if self.program.stages is None:
             return total
         assert stepper.pipe is not None
         source = stepper.source_of(self.loss_value)
-        own = torch.cat([total.reshape(1), stepper.scales.row(total.device)])
+        own = torch.cat([total.reshape(1), stepper.scales.row(total.device).to(total.dtype)])
         rows = [torch.empty_like(own) for _ in place.peers]
         with collective(f"the loss from rank {source}", stepper.watch):
             dist.all_gather(rows, own, group=stepper.pipe)

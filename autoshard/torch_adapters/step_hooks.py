@@ -51,9 +51,7 @@ def after_steps(owner: object, call: StepHook) -> None:
     _register(register_optimizer_step_post_hook, owner, call)
 
 
-def _register(
-    register: Callable[[Any], Any], owner: object, call: StepHook, *, first: bool = False
-) -> None:
+def _register(register: Callable[[Any], Any], owner: object, call: StepHook, *, first: bool = False) -> None:
     handle = register(_OwnedHook(owner, call))
     hooks = handle.hooks_dict_ref()
     if first:

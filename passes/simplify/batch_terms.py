@@ -314,9 +314,19 @@ class _Following:
         given = port.kind in ("input", "const", "buffer") and port.target not in (*self.updated, "seed")
         kind: Kind = "split" if self.seen.ports[port.name] else "same"
         if port.name in self.seen.constants:
-            self.notes[port.name] = "a tensor that Python makes of the size of the batch"
+            where = next(self._uses(port.name), "")
+            self.notes[port.name] = f"a tensor that Python makes of the size of the batch, used at {where}"
             kind = "own" if kind == "same" else kind
         return Of(kind, given, ("", port.name), port.type.is_float)
+
+    def _uses(self, value: str) -> Iterator[str]:
+        """The user's lines at which a value of main is used."""
+        for call in self.folded.calls:
+            graph = self.folded.segments[call.segment]
+            names = {inner for (inner, _), a in zip(graph.inputs, call.args, strict=True) if a == value}
+            for node in graph.nodes if names else ():
+                if not names.isdisjoint(refs_of(node)):
+                    yield node.origin.source or node.origin.fqn
 
     def _call(self, call: Call, env: dict[str, Of]) -> None:
         graph = self.folded.segments[call.segment]

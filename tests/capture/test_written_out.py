@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.ops.bags import embedding_bag
+from autoshard.ops.draws import Draws
 from autoshard.ops.unchecked import corrcoef, cosine_similarity, cov, gaussian_nll_loss
+from autoshard.ops.written_out import diag, fill_diagonal, multilabel_margin_loss, take
 
 f64 = torch.float64
 
@@ -76,3 +78,36 @@ def test_similarities() -> None:
     other = torch.randn(3, 6, dtype=f64)
     for dim in (-1, 1):
         equal((F.cosine_similarity, cosine_similarity), (x, other, dim, 1e-4))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_labels_up_to_the_first_that_is_none(reduction: str) -> None:
+    torch.manual_seed(0)
+    labels = torch.tensor([[0, 2, -1, 1, 4], [3, -1, -1, -1, -1], [4, 3, 2, 1, 0], [-1, 0, 1, 2, 3]])
+    functions = F.multilabel_margin_loss, multilabel_margin_loss
+    x = torch.randn(4, 5, dtype=f64)
+    equal(functions, (x, labels), reduction=reduction)
+    equal(functions, (x[1], labels[1]), reduction=reduction)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (7, 5), (6,)])
+@pytest.mark.parametrize("offset", [0, 2, -1])
+def test_diagonals(shape: tuple[int, ...], offset: int) -> None:
+    x = torch.randn(shape, dtype=f64)
+    equal((torch.diag, diag), (x, offset))
+    equal((torch.take, take), (x, torch.tensor([[0, -1], [3, 3]])))
+    if len(shape) == 2:
+        filled = [fill(x.clone(), 3.0) for fill in (torch.Tensor.fill_diagonal_, fill_diagonal)]
+        assert torch.equal(*filled)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_classes_are_drawn_by_their_probabilities(hard: bool) -> None:
+    torch.manual_seed(0)
+    softmax = Draws(lambda x, p: F.dropout(x, p)).table()[F.gumbel_softmax]
+    scores = torch.tensor([0.0, 1.0, -1.0, 2.0], dtype=f64).requires_grad_()
+    drawn = softmax(scores.expand(20_000, 4), tau=0.5, hard=hard)
+    share = drawn.argmax(-1).bincount(minlength=4) / len(drawn)
+    assert (share - scores.softmax(0)).abs().max() < 0.02
+    assert not hard or set(drawn.unique().tolist()) <= {0.0, 1.0}
+    assert torch.autograd.grad((drawn * torch.arange(4)).sum(), scores)[0].abs().min() > 0

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from families import family
 from pipelines import model_and_batch, pipeline
 from ranks import HERE, run_ranks
-from step_losses import BALANCE, LOSSES, Counted, Net, batch
+from step_losses import BALANCE, LOSSES, TOLD, Counted, Net, batch
 from torch import nn
 
 import autoshard
@@ -63,7 +63,13 @@ def check(program: Program, model: nn.Module, inputs: dict[str, Any]) -> None:
     assert proved.ok, proved.findings[0]
 
 
-@pytest.mark.parametrize("loss", [n for n in LOSSES if n != BALANCE])
+@pytest.mark.parametrize("loss", TOLD)
+def test_what_depends_on_a_sample_by_its_number_is_told(loss: str) -> None:
+    with pytest.warns(UserWarning, match=r"microbatches are not quite the whole batch: .*step_losses.py:\d+"):
+        made(Net(loss), batch(), *WAYS[0])
+
+
+@pytest.mark.parametrize("loss", [n for n in LOSSES if n != BALANCE and n not in TOLD])
 def test_every_reduction(loss: str) -> None:
     model, inputs = Net(loss), batch()
     with warnings.catch_warnings():

@@ -96,7 +96,9 @@ class AdamW(torch.optim.AdamW):
         state["step"] += 1
         assert p.grad is not None
         grad = local(p.grad)
-        factor = torch.ones((), device=own.device) if scale is None else scale.to(own.device)
+        factor = (
+            torch.ones((), dtype=torch.float32, device=own.device) if scale is None else scale.to(own.device)
+        )
         moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
         updated, copy = (local(state["master"]), own) if "master" in state else (own, None)
         rates = float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], int(state["step"])

@@ -69,9 +69,9 @@ def grad_norm(
     locals_ = [g for members in groups.values() for g in members]
     pipe = next((m.group for m in map(membership_of, given) if m is not None), None)
     if not locals_ and pipe is None:
-        return torch.zeros(()), []
+        return torch.zeros((), dtype=torch.float32), []
     device = _device(given, locals_)
-    nothing = [torch.zeros((), device=device)]
+    nothing = [torch.zeros((), dtype=torch.float32, device=device)]
     sums = torch.stack([_accumulated(members, power, device) for members in groups.values()] or nothing)
     _reduce(sums, list(groups), power)
     if pipe is not None:
@@ -122,7 +122,7 @@ def _over_pipeline(
 ) -> torch.Tensor:
     """The sums of all stages; a parameter that several stages hold is counted by one of them. [2]"""
     op = dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM
-    nothing = torch.zeros((), device=sums.device)
+    nothing = torch.zeros((), dtype=torch.float32, device=sums.device)
     own, others = [nothing], [nothing]
     for total, (_, _, member) in zip(sums, keys, strict=False):
         if member is None:
@@ -139,7 +139,7 @@ def _accumulated(members: Sequence[torch.Tensor], power: float, device: torch.de
     """Sum of ``|x| ** power`` over local tensors, or their largest ``|x|`` if power is infinite."""
     held = [m for m in members if m.numel()]
     if not held:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(held, power, dtype=_wide(held))])
     return norms.max() if power == inf else norms.pow(power).sum()
 

@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
                 why="it is not a parallel model",
                 hint="call scaler.scale(loss).backward()",
             )
-        runner.loss_scale = self.scale(torch.ones((), device=runner.device))
+        runner.loss_scale = self.scale(torch.ones((), dtype=torch.float32, device=runner.device))
         try:
             loss: torch.Tensor = step(batch, **kwargs)
         finally:

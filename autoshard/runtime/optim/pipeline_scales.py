@@ -70,7 +70,7 @@ class Scales:
     def row(self, device: torch.device) -> torch.Tensor:
         """What other ranks are told: the least and largest factor, and what is near; or NaN. [3]"""
         if self.factors is None:
-            return torch.full((3,), torch.nan, device=device)
+            return torch.full((3,), torch.nan, dtype=torch.float32, device=device)
         return self.factors.to(device=device, dtype=torch.float32)
 
     def check(self, rows: torch.Tensor) -> None:
