@@ -77,6 +77,7 @@ LOSSES: dict[str, Loss] = {
         (y > 20).float(),
         weight=torch.where(y > 20, (y.numel() - (y > 20).sum()) / y.numel(), (y > 20).sum() / y.numel()),
     ),
+    "size of ones": lambda net, x, y: x.square().sum() / torch.ones_like(x).sum(),
     "own weights": _own_weights,
     "samples": _of_samples,
     "several": lambda net, x, y: (
@@ -93,6 +94,8 @@ TOLD: dict[str, Loss] = {
     "looked up": lambda net, x, y: (x.mean((1, 2)) * net.weights[torch.arange(len(x))]).mean(),
     "alpha": lambda net, x, y: x.mean().add(net.head.weight.square().sum(), alpha=1 / len(x)),
     "compared": lambda net, x, y: torch.where(x > 1 / len(x), x, x * 0.1).mean(),
+    "halves": lambda net, x, y: F.softplus(x[: len(x) // 2] - x[len(x) // 2 :]).mean(),
+    "largest half": lambda net, x, y: x.mean((1, 2)).topk(len(x) // 2)[0].mean(),
     "less the size": lambda net, x, y: F.softplus(x - len(x)).mean(),
 }
 LOSSES |= TOLD

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -12,19 +13,23 @@ from torch import nn
 
 from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target, usable_memory
 from autoshard.errors import UsageError, VerificationError
+from autoshard.ir import Folded
 from autoshard.options import PassOptions, PlanOptions, options_from
 from autoshard.passes.simplify.batch_terms import NO_TERMS
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.lowering import DEFAULT, lower_plan
 from autoshard.planner.planned import Planned
 from autoshard.planner.planning import PlanningRequest
+from autoshard.planner.resized import NotResizableError, resized
 from autoshard.planner.source import Progress
 from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.rules.registry import RULES
 from autoshard.runtime.groups import world_device_type
+from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.plan_json import plan_from_json
+from autoshard.search.problem.problem import batch_of
 
 
 def request_of(
@@ -89,11 +94,7 @@ def compile_analysed(
     say = progress or (lambda _: None)
     plan, analysis = planned.plan, planned.of_microbatch(say).analysis
     if analysis.fingerprint != plan.fingerprint:
-        raise VerificationError(
-            "the plan was made for another model or other inputs",
-            why=f"the graph's fingerprint is {analysis.fingerprint}, the plan's {plan.fingerprint}",
-            hint="plan again",
-        )
+        plan = _of_other_numbers(plan, planned.analysis, analysis)
     terms = NO_TERMS
     if plan.microbatches > 1:
         terms = step_terms(planned.source, planned.analysis, analysis, say)
@@ -106,6 +107,36 @@ def compile_analysed(
         codegen=passes.codegen,
         cuda_graphs=passes.cuda_graphs,
     )
+
+
+def _of_other_numbers(plan: Plan, captured: Analysis, analysis: Analysis) -> Plan:
+    """The plan for a microbatch, where numbers that follow the batch are others. captured: what it is of."""
+    if analysis is captured or captured.fingerprint != plan.fingerprint:
+        raise VerificationError(
+            "the plan was made for another model or other inputs",
+            why=f"the graph's fingerprint is {analysis.fingerprint}, the plan's {plan.fingerprint}",
+            hint="plan again",
+        )
+    try:
+        return resized(plan, captured, analysis)
+    except NotResizableError:
+        batch = batch_of(captured.folded)
+        raise UsageError(
+            f"the model has another graph for microbatches of {plan.batch} sequences than for {batch}",
+            where=_first_difference(captured.folded, analysis.folded),
+            why="the plan is of the graph that was captured",
+            hint="one microbatch (microbatches=1, --microbatches 1), or example inputs of one; a loop over "
+            "samples can be a function of all of them",
+        ) from None
+
+
+def _first_difference(one: Folded, other: Folded) -> str:
+    """The user's line of the first op in which two graphs differ."""
+    nodes = ([n for graph in folded.segments.values() for n in graph.nodes] for folded in (one, other))
+    pairs = ((a, b) for a, b in zip_longest(*nodes) if a is None or b is None or a.op != b.op)
+    first, second = next(pairs, (None, None))
+    node = first or second
+    return "" if node is None else node.origin.source or node.origin.fqn
 
 
 def _user_ops(analysis: Analysis) -> tuple[str, ...]:

@@ -72,6 +72,8 @@ _TO_ALL = frozenset(
     expand repeat broadcast_to scalar_tensor
     """.split()  # noqa: SIM905 - a table reads better than quoted names
 )
+#: told how many samples there are, of which each is computed by itself
+_SIZED = ("aten.native_group_norm.default", "aten.native_group_norm_backward.default")
 _FOLLOWS = "a number in it follows the size of the batch"
 
 
@@ -207,7 +209,7 @@ class _Compared:
             return
         pairs = [(p, q) for p, q in zip(x.args, y.args, strict=False) if _is_number(p) and p != q]
         computes = self.one.rules[key].kind == "pointwise" or x.op in (_FULL, "aten.scalar_tensor.default")
-        if not computes:
+        if not computes or x.op in _SIZED:
             return  # sizes and places
         power = 1 if x.op == _FULL else _POWERS.get(x.op)
         if x.types[0] is None or not (x.types[0].is_float or x.op == _FULL):

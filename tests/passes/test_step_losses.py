@@ -19,6 +19,7 @@ from torch import nn
 
 import autoshard
 from autoshard import api
+from autoshard.errors import UsageError
 from autoshard.ir import Node
 from autoshard.ir.lowered import with_parts
 from autoshard.passes.simplify.scale_terms import TOTAL
@@ -67,6 +68,22 @@ def check(program: Program, model: nn.Module, inputs: dict[str, Any]) -> None:
 def test_what_depends_on_a_sample_by_its_number_is_told(loss: str) -> None:
     with pytest.warns(UserWarning, match=r"microbatches are not quite the whole batch: .*step_losses.py:\d+"):
         made(Net(loss), batch(), *WAYS[0])
+
+
+class OneByOne(nn.Module):
+    """Takes its samples one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([v.square().sum() for v in self.layer(x)]).mean()
+
+
+def test_a_graph_that_depends_on_the_batch_is_refused_with_its_line() -> None:
+    with pytest.raises(UsageError, match=r"another graph for microbatches(.|\n)*test_step_losses.py:\d+"):
+        made(OneByOne(), {"x": torch.randn(8, 8)}, "dp=2", "", 2)
 
 
 @pytest.mark.parametrize("loss", [n for n in LOSSES if n != BALANCE and n not in TOLD])
