@@ -94,6 +94,7 @@ def _classes(
                 port.kind,
                 port.type,
                 port.stored,
+                folded.joint.apart.get(port.name),
                 frozenset(uses.get(port.name, ())),
                 frozenset(grads.get(port.target, ())),
                 port.target in frozen,

@@ -54,7 +54,8 @@ class Lockstep:
             for name, s in program.lowered.segments.items()
         }
         #: of the nodes in main, by name
-        self.steps: dict[str, list[PreparedCall]] = {}
+        # by the node: stages may call nodes of their own alike
+        self.steps: dict[Node, list[PreparedCall]] = {}
         self.rounding: list[Rounding] = []
         self.results = {r.value for r in program.signature.results}
 
@@ -122,9 +123,9 @@ class Lockstep:
 
     def _main_node(self, node: Node, env: dict[str, list[Any]]) -> None:
         uses = uses_of(node)
-        if node.name not in self.steps:
+        if node not in self.steps:
             slots = {name: k for k, name in enumerate([*uses, *node.outs])}
-            self.steps[node.name] = [
+            self.steps[node] = [
                 PreparedCall(
                     node, view, slots, function_of(node, view, partial(self._bound, k, ""), self.device)
                 )
@@ -133,7 +134,7 @@ class Lockstep:
         envs: list[Env] = [
             [*(env[v][k] for v in uses), *([None] * len(node.outs))] for k in range(len(self.views))
         ]
-        self._step(self.steps[node.name], envs, 0, "")
+        self._step(self.steps[node], envs, 0, "")
         for position, out in enumerate(node.outs, len(uses)):
             env[out] = [values[position] for values in envs]
 
