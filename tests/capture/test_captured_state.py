@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import cache, lru_cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -527,3 +528,58 @@ def test_globals_are_those_that_dis_tells() -> None:
     for code in codes:
         loads = [i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
         assert globals_of(code) == {i.argval for i in loads}
+
+
+@lru_cache(maxsize=8)
+def mask_of(length: int) -> torch.Tensor:
+    return torch.ones(length, length).tril()
+
+
+class Cached(nn.Module):
+    """Keeps a mask by its length, and a table by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @staticmethod
+    @cache
+    def scales(width: int) -> torch.Tensor:
+        return torch.arange(1.0, width + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (mask_of(x.shape[1]) @ self.layer(x) * self.scales(4)).square().mean()
+
+
+def test_functions_that_keep_what_they_return_keep_nothing_of_a_capture() -> None:
+    model, x = Cached(), torch.randn(4, 8, 4)
+    for _ in range(2):
+        joint = capture(model, (x,))
+        assert not any(p.kind == "const" for p in joint.ports)
+    assert mask_of.cache_info().currsize == Cached.scales.cache_info().currsize == 0
+    model(x).backward()
+    assert type(mask_of(8)) is torch.Tensor and capture(model, (x,)) is not None
+
+
+class OfTheClass(nn.Module):
+    """Its numbers are read by methods that have no instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @staticmethod
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * SCALE
+
+    @classmethod
+    def logged(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * len(LOG)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scaled(self.layer(x)) + self.logged(x)).sum()
+
+
+def test_what_static_and_class_methods_read_is_noted() -> None:
+    reads = capture(OfTheClass(), (torch.randn(2, 4),)).captured_state
+    assert reads is not None and {"SCALE", "LOG"} <= {r.key for r in reads.variables}

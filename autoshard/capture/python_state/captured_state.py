@@ -154,7 +154,7 @@ class StateWatch:
         """The code of the model runs: its reads count."""
         self.attributes.active = True
         try:
-            with grad_mode_noted(self.note_grad_mode):
+            with grad_mode_noted(self.note_grad_mode), self.code.caches_apart():
                 yield
         finally:
             self.attributes.active = False

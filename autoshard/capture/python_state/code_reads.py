@@ -10,10 +10,11 @@ import dis
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -39,13 +40,25 @@ class CodeReads:
 
     variables: globals and closure cells of plain values, containers, tensors and functions. context: context
     variables. containers: (label, container) that code could put something of a call into. names: of all
-    attributes and functions that the code mentions.
+    attributes and functions that the code mentions. caches: functions that keep what they return.
     """
 
     variables: list[Read] = field(default_factory=list)
     context: list[tuple[str, ContextVar[Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    caches: list[_lru_cache_wrapper[Any]] = field(default_factory=list)
+
+    @contextmanager
+    def caches_apart(self) -> Iterator[None]:
+        """What is put into caches meanwhile, tensors without values, goes out of them, with all else."""
+        before = [cache.cache_info().misses for cache in self.caches]
+        try:
+            yield
+        finally:
+            for cache, misses in zip(self.caches, before, strict=True):
+                if cache.cache_info().misses > misses:
+                    cache.cache_clear()
 
     @classmethod
     def of(cls, model: nn.Module) -> CodeReads:
@@ -96,7 +109,7 @@ class _Walk:
     queue: list[FunctionType] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     #: methods of the classes met, by name: a call of one is known by its name alone
-    methods: dict[str, list[FunctionType]] = field(default_factory=dict)
+    methods: dict[str, list[Callable[..., Any]]] = field(default_factory=dict)
     #: where those of the user's classes are held
     places: dict[str, list[Read]] = field(default_factory=dict)
     classes: set[type] = field(default_factory=set)
@@ -115,7 +128,9 @@ class _Walk:
                 value = value.__func__
             else:
                 break
-        if isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
+        if isinstance(value, FunctionType | _lru_cache_wrapper) and hasattr(value, "__wrapped__"):
+            if isinstance(value, _lru_cache_wrapper) and value not in self.reads.caches:
+                self.reads.caches.append(value)
             self.add(value.__wrapped__)
         if not isinstance(value, FunctionType):
             # an object that is called: its method is read
@@ -172,7 +187,7 @@ class _Walk:
             self._class(value)
         elif isinstance(value, ContextVar):
             self.reads.context.append((label, value))
-        elif isinstance(value, (FunctionType, MethodType, partial)):
+        elif isinstance(value, (FunctionType, MethodType, partial, _lru_cache_wrapper)):
             self.add(value)
             if ours:
                 self.reads.variables.append(Read(table, key, label, where))
@@ -216,7 +231,8 @@ class _Walk:
         ours = top_package(kind.__module__) not in _KEPT_APART
         for key, value in vars(kind).items():
             method = value.fget if isinstance(value, property) else value
-            if isinstance(method, FunctionType):
+            method = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+            if isinstance(method, FunctionType | _lru_cache_wrapper):
                 self.methods.setdefault(key, []).append(method)
                 if ours:
                     self.places.setdefault(key, []).append(Read(vars(kind), key, f"{kind.__name__}.{key}"))
