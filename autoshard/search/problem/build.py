@@ -248,6 +248,20 @@ class _Builder:
         sends = meaning.splits_batch_inside or meaning.divides_sequence
         return bool(sends and experts) or self._meaning_allows(meaning, classes)
 
+    def _allowed_stacked(self, axis: int, classes: frozenset[int]) -> bool:
+        """The same of an op that puts matrices of experts together, or takes one out: over an axis that sends
+        tokens to experts, matrices may lie in parts until they are exchanged for experts."""
+        meaning = self.meanings[axis]
+        sends = meaning.splits_batch_inside or meaning.divides_sequence
+        return sends or self._meaning_allows(meaning, classes)
+
+    def _stacks(self, name: str, number: int, rule: Factored) -> bool:
+        """Whether a call has matrices of experts along a dim that stays in one piece."""
+        factors = self.model.digits.factors[name, number]
+        classes = {digit[2] for f in rule.fixed for digit in factors[f]}
+        still = rule.kind in ("view", "pointwise") and not rule.exchange
+        return still and bool(classes & self.model.digits.experts)
+
     def _meaning_allows(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
         """Whether an axis of this meaning may split what belongs to these classes."""
         digits = self.model.digits
@@ -307,12 +321,15 @@ class _Builder:
     def _states(self, name: str, number: int, must: tuple[bool, ...]) -> tuple[OpState, ...]:
         """The states of a call; many calls are alike."""
         kind, cache = self.kinds[name, number], self.model.ways
-        key = (kind.divided, must, self.sizes, self.splits)
+        rule = self.model.rules[name, number]
+        stacks = self._stacks(name, number, rule)
+        key = (kind.divided, must, self.sizes, self.splits, stacks)
         if key not in cache:
-            rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
+            node = self.model.folded.segments[name].nodes[number]
             digits = self.model.digits.factors[name, number]
             # ops that send tokens divide these over an axis, and experts with them
             allowed = self._allowed if rule.exchange else self._allowed_slots
+            allowed = self._allowed_stacked if stacks else allowed
             cache[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, allowed, must))
         return cache[key]
 
