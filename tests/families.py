@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from expert_modules import ExpertModules
 from torch import nn
 
 BATCH, SEQ = 8, 12
@@ -255,6 +256,7 @@ DEEP: tuple[Family, ...] = (
     Family("gpt2-deep", lambda: _gpt2(layers=6), _tokens(97)),
     Family("llama-deep", lambda: _llama(layers=5), _tokens(96)),
     Family("t5-deep", lambda: _t5(layers=3), _tokens(98)),
+    Family("expert-modules", lambda: ExpertModules(layers=4), _tokens(96)),
     Family("mixtral-deep", lambda: _mixtral(layers=4), _tokens(96)),
     Family("vit-deep", lambda: _vit(layers=4), _images(10, 16)),
     Family("gpt2-dropout", lambda: _gpt2(layers=4, dropout=0.1), _tokens(97)),

@@ -30,6 +30,7 @@ PIECES = (("fsdp=4", 2), ("dp=2,tp=2", 4))
 TRAINED = (
     *sampled([*product([f.name for f in FAMILIES], MESHES)], 6),
     ("mixtral", "fsdp=2,ep=2"),
+    ("expert-modules", "fsdp=2,ep=2"),
     ("llama-long", "cp=4"),
 )
 MORE = ("tp=2", "tp=3", "dp=2,fsdp=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "x=4", "dp=1")
@@ -50,6 +51,18 @@ def test_equal_to_eager(name: str, mesh: str, cluster: str) -> None:
     assert trained <= set(errors)
     worst = max(errors, key=lambda k: errors[k])
     assert errors[worst] < RTOL, f"{worst} is off by {errors[worst]:.2e}"
+
+
+@pytest.mark.parametrize("mesh", ["ep=4", "ep=2,tp=2", "fsdp=2,ep=2", "cp=2,ep=2", "dp=2,tp=2"])
+def test_experts_that_are_modules(mesh: str) -> None:
+    """Tokens go to them as to those of one tensor, where that is cheaper than to gather them."""
+    model, inputs = family("expert-modules").make()
+    made = program("expert-modules", mesh, "h100-dgx")
+    errors = compare_step(made, model, inputs)
+    assert set(errors) >= {"loss", *dict(model.named_parameters())}
+    assert max(errors.values()) < RTOL
+    report = verify_static(made)
+    assert report.ok, report.findings[0]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
