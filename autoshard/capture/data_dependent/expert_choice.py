@@ -278,6 +278,9 @@ def _viewed(of: Choice, out: torch.Tensor) -> Choice | None:
         return replace(of, shape=shape, dims=tuple(range(len(shape))))
     if of.any and out.dim() == 1:
         return replace(of, dims=(0,))  # tokens in their order
+    if [d for d, _ in sizes] == [*range(len(of.shape)), _EXPERTS] and out.shape[-1:] == of.tensor.shape[-1:]:
+        shape = tuple(out.shape[:-1])
+        return _tabled(replace(of, shape=shape, dims=(*range(len(shape)), _EXPERTS)), out)
     dims = []
     for n in out.shape:
         if sizes and sizes[0][1] == n:
