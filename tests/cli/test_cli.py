@@ -53,7 +53,7 @@ class Branching(Mlp):
 
 class Exotic(Mlp):
     def forward(self, x):
-        return self.up.weight.take(torch.arange(4)).mean() + self.up(x).mean()
+        return self.up.weight.put(torch.arange(4), torch.zeros(4)).mean() + self.up(x).mean()
 
 
 class Text(nn.Module):
@@ -104,7 +104,7 @@ def alone():
     return Mlp()
 """
 
-EXOTIC_LINE = 1 + TARGETS[: TARGETS.index(".take(")].count("\n")
+EXOTIC_LINE = 1 + TARGETS[: TARGETS.index(".put(")].count("\n")
 Invoke = Callable[..., Any]
 
 
@@ -188,7 +188,7 @@ def test_compile_takes_a_global_batch_as_plan_does(invoke: Invoke) -> None:
 
 def test_unknown_ops_run_replicated_if_allowed(invoke: Invoke) -> None:
     found = document(invoke("plan", "t:exotic", "--mesh", "tp=2", "--replicate-unknown", "--json"))
-    assert any("aten.take" in w for w in found["warnings"])
+    assert any("aten.put" in w for w in found["warnings"])
 
 
 def test_a_target_that_needs_weights_gets_them(invoke: Invoke) -> None:
@@ -316,7 +316,7 @@ BAD = {
     "no rule": (
         3,
         "t:exotic --mesh dp=2",
-        f"aten.take.default at targets_of_cli.py:{EXOTIC_LINE}",
+        f"aten.put.default at targets_of_cli.py:{EXOTIC_LINE}",
     ),
     "memory": (4, "t:mlp --mesh tp=2 --memory 4KiB", "smallest feasible"),
 }

@@ -183,7 +183,7 @@ def test_other_lengths_in_as_many_chunks_as_they_have() -> None:
 
 def test_refused() -> None:
     chosen = {a.name: a for a in ARCHITECTURES}
-    for name in ("LlamaForCausalLM", "DbrxForCausalLM"):
+    for name in ("LlamaForCausalLM", "NllbMoeForConditionalGeneration"):
         model, inputs = chosen[name].make()
         with pytest.raises(UsageError, match="cannot be exchanged in 2 chunks"):
             analyse(capture(model, (), inputs), expert_chunks=2)

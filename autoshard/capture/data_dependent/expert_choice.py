@@ -26,7 +26,7 @@ _VIEWS = frozenset(("squeeze", "unsqueeze", "view", "reshape", "flatten"))
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class ExpertChoice:
     """A tensor that says which of ``classes`` experts were chosen: their numbers, or masks.
 
     root, shape: the numbers as the router gave them, and in which shape. each: of how many experts a token
@@ -62,13 +62,13 @@ class Choice:
         """Whether each of so many tokens chose one expert."""
         return self.dims is not None and not self.any and prod(self.shape) == tokens
 
-    def is_alike(self, other: Choice) -> bool:
+    def is_alike(self, other: ExpertChoice) -> bool:
         """Whether both are masks of one kind, of experts that may differ."""
         known = self.classes, self.dims, self.shape, self.exact, self.any
         same = self.root is other.root and self._table_is(other)
         return same and known == (other.classes, other.dims, other.shape, other.exact, other.any)
 
-    def _table_is(self, other: Choice) -> bool:
+    def _table_is(self, other: ExpertChoice) -> bool:
         if self.table is None or other.table is None:
             return self.table is other.table
         return self.table[0] is other.table[0] and self.table[1] == other.table[1]
@@ -110,13 +110,13 @@ class ExpertChoices:
 
     def __init__(self, number: Callable[[torch.Tensor], int | None]) -> None:
         self._number = number
-        self._of: dict[int, Choice] = {}
+        self._of: dict[int, ExpertChoice] = {}
 
-    def get(self, tensor: object) -> Choice | None:
+    def get(self, tensor: object) -> ExpertChoice | None:
         """What a tensor says of choices."""
         return self._of.get(id(tensor))
 
-    def flat(self, mask: torch.Tensor, flat: torch.Tensor) -> Choice:
+    def flat(self, mask: torch.Tensor, flat: torch.Tensor) -> ExpertChoice:
         """What a mask says, of its places in one dim."""
         of = self._of[id(mask)]
         if mask.dim() == 1:
@@ -136,7 +136,7 @@ class ExpertChoices:
         elif name == "one_hot" and known is None:
             shape = tuple(first.shape)
             dims = (*range(len(shape)), _EXPERTS)
-            self._of[id(out)] = Choice(out, out.shape[-1], first, shape, 0, dims)
+            self._of[id(out)] = ExpertChoice(out, out.shape[-1], first, shape, 0, dims)
         elif known is not None:
             each = out if isinstance(out, (tuple, list)) else [out]
             for k, t in enumerate(each):
@@ -154,17 +154,17 @@ class ExpertChoices:
         shape = tuple(numbers.shape)
         each = shape[-1] if name == "topk" else 0
         dims = tuple(range(len(shape)))
-        self._of[id(numbers)] = Choice(numbers, scores.shape[-1], numbers, shape, each, dims)
+        self._of[id(numbers)] = ExpertChoice(numbers, scores.shape[-1], numbers, shape, each, dims)
 
     def _followed(
         self,
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        of: Choice,
+        of: ExpertChoice,
         out: torch.Tensor,
         part: int,
-    ) -> Choice:
+    ) -> ExpertChoice:
         """What is known of a result. part: which of several it is."""
         lost = replace(of, dims=None)
         if of.dims is None or name in _CASTS:
@@ -196,10 +196,10 @@ class ExpertChoices:
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        of: Choice,
+        of: ExpertChoice,
         out: torch.Tensor,
         part: int,
-    ) -> Choice | None:
+    ) -> ExpertChoice | None:
         """A part of it: the mask of one expert, or, of numbers, others."""
         assert of.dims is not None
         if of.is_numbers:
@@ -233,13 +233,13 @@ class ExpertChoices:
         return replace(of, dims=(*dims, *(d for _, d in left)))
 
 
-def _tabled(of: Choice, out: torch.Tensor) -> Choice:
+def _tabled(of: ExpertChoice, out: torch.Tensor) -> ExpertChoice:
     """A mask of all experts: of some of their tokens it is the table itself."""
     assert of.dims is not None
     return of if of.exact else replace(of, table=(out, of.dims.index(_EXPERTS)))
 
 
-def _any(args: tuple[Any, ...], kwargs: dict[str, Any], of: Choice) -> Choice | None:
+def _any(args: tuple[Any, ...], kwargs: dict[str, Any], of: ExpertChoice) -> ExpertChoice | None:
     """Whether any choice of a token is an expert."""
     assert of.dims is not None
     natural = of.dims == tuple(range(len(of.shape))) and not kwargs.get("keepdim") and len(args) < 3
@@ -249,8 +249,8 @@ def _any(args: tuple[Any, ...], kwargs: dict[str, Any], of: Choice) -> Choice | 
 
 
 def _permuted(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], of: Choice, out: torch.Tensor
-) -> Choice | None:
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], of: ExpertChoice, out: torch.Tensor
+) -> ExpertChoice | None:
     assert of.dims is not None
     given = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     if kwargs or (not of.exact and of.number is not None):
@@ -267,7 +267,7 @@ def _permuted(
     return _tabled(new, out) if of.number is None else new
 
 
-def _viewed(of: Choice, out: torch.Tensor) -> Choice | None:
+def _viewed(of: ExpertChoice, out: torch.Tensor) -> ExpertChoice | None:
     """Another shape of it: its dims are what they were beside those of one element, or all in their order."""
     assert of.dims is not None
     if not of.exact and of.number is not None:

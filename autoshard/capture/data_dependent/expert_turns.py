@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import autoshard.ops.experts  # noqa: F401 (defines the ops called here)
-from autoshard.capture.data_dependent.expert_choice import Choice
+from autoshard.capture.data_dependent.expert_choice import ExpertChoice
 
 _ops = torch.ops.autoshard
 _PRODUCTS = frozenset(("mul", "__mul__", "__rmul__"))
@@ -39,7 +39,7 @@ class _Outside:
 
 
 @dataclass(frozen=True, eq=False)
-class Slice:
+class MatrixSlice:
     """A matrix that is one of a tensor of several. number: which of its dim 0; turned: transposed."""
 
     base: torch.Tensor
@@ -47,12 +47,12 @@ class Slice:
     turned: bool
 
 
-class Slices:
+class MatrixSlices:
     """Follows matrices of experts that lie in one tensor. number: see `ExpertChoices`."""
 
     def __init__(self, number: Callable[[torch.Tensor], int | None]) -> None:
         self._number = number
-        self._of: dict[int, tuple[torch.Tensor, Slice]] = {}
+        self._of: dict[int, tuple[torch.Tensor, MatrixSlice]] = {}
 
     def note(self, name: str, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """What a function makes of a tensor."""
@@ -60,17 +60,17 @@ class Slices:
         if not isinstance(first, torch.Tensor):
             return
         if name == "unbind" and args[1:] in ((), (0,)):
-            self._of.update((id(t), (t, Slice(first, k, False))) for k, t in enumerate(out))
+            self._of.update((id(t), (t, MatrixSlice(first, k, False))) for k, t in enumerate(out))
         elif not isinstance(out, torch.Tensor):
             return
         elif name in ("__getitem__", "select"):
             index = args[-1] if name == "__getitem__" or args[1:2] == (0,) else None
             value = self._number(index) if isinstance(index, torch.Tensor) and index.dim() == 0 else index
             if type(value) is int:
-                self._of[id(out)] = out, Slice(first, value % len(first), False)
+                self._of[id(out)] = out, MatrixSlice(first, value % len(first), False)
         elif id(first) in self._of and out.dim() == 2 and _transposes(name, func, args):
             of = self._of[id(first)][1]
-            self._of[id(out)] = out, Slice(of.base, of.number, not of.turned)
+            self._of[id(out)] = out, MatrixSlice(of.base, of.number, not of.turned)
 
     def stacked(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Tensors [n, ...] of experts as one [experts, n, ...]: of which they are slices, if they are."""
@@ -98,7 +98,7 @@ def _transposes(name: str, func: Any, args: tuple[Any, ...]) -> bool:
 class Mixture:
     """Turns that are computed together. chosen: experts of every token [t, k]."""
 
-    def __init__(self, chosen: torch.Tensor, start: int, experts: int, slices: Slices) -> None:
+    def __init__(self, chosen: torch.Tensor, start: int, experts: int, slices: MatrixSlices) -> None:
         numbers = chosen - start if start else chosen
         self.experts, self.slices = experts, slices
         self.chosen: torch.Tensor = _ops.choices(numbers)
@@ -169,14 +169,14 @@ def weights_of(x: torch.Tensor, kind: str, chosen: torch.Tensor) -> torch.Tensor
     return x if kind == "choices" else x.t()
 
 
-class Scored(Step):
+class ScoredRows(Step):
     """The score of its expert for each row [rows]. x: of every token and expert."""
 
     def __init__(self, value: torch.Tensor, x: torch.Tensor, number: int) -> None:
         super().__init__(value, (id(x),))
         self.x, self.number = _Outside(x), number
 
-    def join(self, steps: Sequence[Scored], of: Mixture) -> torch.Tensor:
+    def join(self, steps: Sequence[ScoredRows], of: Mixture) -> torch.Tensor:
         x, start = _one([s.x for s in steps]), self.number
         if [s.number for s in steps] != list(range(start, start + len(steps))):
             raise UnlikeTurnsError
@@ -278,7 +278,9 @@ def _is_weighted(product: Any, weights: Any) -> bool:
     """Whether a product of rows is multiplied by one weight for each row [rows, 1]."""
     if not isinstance(product, Multiplied) or not isinstance(weights, Called):
         return False
-    picked = weights.name in ("__getitem__", "unsqueeze") and isinstance(weights.leaves[0], Weighed | Scored)
+    picked = weights.name in ("__getitem__", "unsqueeze") and isinstance(
+        weights.leaves[0], Weighed | ScoredRows
+    )
     alike = product.value.dtype == weights.value.dtype
     return picked and alike and tuple(weights.value.shape[1:]) == (1,)
 
@@ -301,7 +303,12 @@ class Turn:
     """
 
     def __init__(
-        self, choice: Choice, shape: tuple[int, ...], axis: int, rows: Step, alone: Callable[[], torch.Tensor]
+        self,
+        choice: ExpertChoice,
+        shape: tuple[int, ...],
+        axis: int,
+        rows: Step,
+        alone: Callable[[], torch.Tensor],
     ) -> None:
         self.choice, self.shape, self.axis, self.rows, self.alone = choice, shape, axis, rows, alone
         self._masks = [_Outside(choice.root)]
@@ -324,7 +331,7 @@ class Turn:
         return consecutive and alike and one.is_alike(first)
 
 
-def summed(turns: Sequence[Turn], slices: Slices) -> list[torch.Tensor]:
+def summed(turns: Sequence[Turn], slices: MatrixSlices) -> list[torch.Tensor]:
     """What turns add to a sum [tokens, n], those that are alike together."""
     sums, left = list[torch.Tensor](), sorted(turns, key=lambda turn: turn.choice.number or 0)
     while left:
@@ -337,7 +344,7 @@ def summed(turns: Sequence[Turn], slices: Slices) -> list[torch.Tensor]:
     return sums
 
 
-def _joined(turns: Sequence[Turn], slices: Slices) -> torch.Tensor | None:
+def _joined(turns: Sequence[Turn], slices: MatrixSlices) -> torch.Tensor | None:
     first = turns[0]
     try:
         chosen = first.choices()

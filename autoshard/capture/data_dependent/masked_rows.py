@@ -35,7 +35,7 @@ from autoshard.capture.data_dependent import row_totals
 from autoshard.capture.data_dependent.constant_eval import changed_by
 from autoshard.capture.data_dependent.equal_masks import DERIVED, EqualMasks
 from autoshard.capture.data_dependent.expert_choice import CLASSIFIED, ExpertChoices
-from autoshard.capture.data_dependent.expert_turns import Called, Part, Slices, Step
+from autoshard.capture.data_dependent.expert_turns import Called, MatrixSlices, Part, Step
 from autoshard.capture.data_dependent.loops import Loops, Region
 from autoshard.capture.data_dependent.row_count import RowCount
 from autoshard.capture.data_dependent.row_sums import RowSums
@@ -113,7 +113,7 @@ class ChosenRows(TorchFunctionMode):
         super().__init__()
         self._raising, self._slots = raising, slots
         self._choices = ExpertChoices(_known_number)
-        self._slices = Slices(_known_number)
+        self._slices = MatrixSlices(_known_number)
         self._sums = RowSums(self._slices, self._run)
         #: what rows of experts are made of
         self._steps: dict[int, Step] = {}

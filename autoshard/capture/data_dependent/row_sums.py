@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.data_dependent.expert_turns import Slices, Turn, summed
+from autoshard.capture.data_dependent.expert_turns import MatrixSlices, Turn, summed
 
 _ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 _EMPTY = frozenset(("empty", "empty_like", "new_empty"))
@@ -36,7 +36,7 @@ class RowSums:
     run: runs functions of ours.
     """
 
-    def __init__(self, slices: Slices, run: Callable[..., Any]) -> None:
+    def __init__(self, slices: MatrixSlices, run: Callable[..., Any]) -> None:
         self._slices, self._run = slices, run
         self._new: dict[int, tuple[torch.Tensor, bool]] = {}
         self._waiting: dict[int, _Sum] = {}

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 import autoshard.ops.experts  # noqa: F401 (defines the ops called here)
-from autoshard.capture.data_dependent.expert_choice import Choice
+from autoshard.capture.data_dependent.expert_choice import ExpertChoice
 from autoshard.capture.data_dependent.expert_turns import (
     Gathered,
     Multiplied,
-    Scored,
+    ScoredRows,
     Step,
     Turn,
     Weighed,
@@ -38,7 +38,7 @@ class SlotSelection:
     choice: what it says of the tokens' choices. steps: what rows are made of, for the turns of a loop.
     """
 
-    def __init__(self, mask: torch.Tensor, choice: Choice, steps: dict[int, Step]) -> None:
+    def __init__(self, mask: torch.Tensor, choice: ExpertChoice, steps: dict[int, Step]) -> None:
         self.shape, self.experts, self.choice = tuple(mask.shape), choice.classes, choice
         self._mask, self._steps = mask, steps
         #: of the mask, the axis of tokens; known once something is indexed by it alone
@@ -121,7 +121,7 @@ class SlotSelection:
         )
         same = number % x.shape[1] == self.choice.number
         self._steps[id(scores)] = (
-            Scored(scores, x, number) if same else Weighed(scores, x[:, number], "tokens")
+            ScoredRows(scores, x, number) if same else Weighed(scores, x[:, number], "tokens")
         )
         return scores
 
