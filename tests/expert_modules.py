@@ -9,20 +9,21 @@ from transformers.modeling_outputs import CausalLMOutput
 
 
 class Expert(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.w1, self.w3 = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width, bias=False)
         self.w2 = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        return self.w2(self.dropout(F.silu(self.w1(x)) * self.w3(x)))  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int, experts: int) -> None:
+    def __init__(self, width: int, experts: int, dropout: float) -> None:
         super().__init__()
         self.norm, self.gate = nn.RMSNorm(width), nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
+        self.experts = nn.ModuleList(Expert(width, dropout) for _ in range(experts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(x).flatten(0, -2)
@@ -38,10 +39,12 @@ class Layer(nn.Module):
 class ExpertModules(nn.Module):
     """input_ids, labels [batch, length] -> loss and logits."""
 
-    def __init__(self, layers: int = 2, width: int = 32, experts: int = 4, vocab: int = 96) -> None:
+    def __init__(
+        self, layers: int = 2, width: int = 32, experts: int = 4, vocab: int = 96, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(Layer(width, experts) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, experts, dropout) for _ in range(layers))
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> CausalLMOutput:

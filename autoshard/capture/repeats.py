@@ -388,5 +388,5 @@ def _body(joint: Joint, call: _Call) -> Body:
         tuple(outputs[k] for k in tensors),
         tuple(tangents[k] for k in trained),
         tuple(grads),
-        len(sites),
+        max(sites, default=-1) + 1,
     )

@@ -32,7 +32,7 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def mix(x: torch.Tensor) -> torch.Tensor:
     """lowbias32 on int64 tensors that hold 32-bit words."""
     x = ((x ^ (x >> 16)) * _C1) & _WORD
     x = ((x ^ (x >> 15)) * _C2) & _WORD
@@ -46,9 +46,9 @@ def _as_int32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _keys(seed: torch.Tensor, site: int) -> tuple[torch.Tensor, torch.Tensor]:
-    salt = _mix(torch.full_like(seed, (site + 0x9E3779B9) & _WORD))
-    k1 = _mix((seed & _WORD) ^ salt)
-    k2 = _mix(((seed >> 32) & _WORD) ^ k1 ^ 0x85EBCA6B)
+    salt = mix(torch.full_like(seed, (site + 0x9E3779B9) & _WORD))
+    k1 = mix((seed & _WORD) ^ salt)
+    k2 = mix(((seed >> 32) & _WORD) ^ k1 ^ 0x85EBCA6B)
     return k1, k2
 
 
@@ -84,7 +84,7 @@ def keep_mask(
         for part in parts:
             index = index + part
         high = index >> 32
-        x ^= _as_int32(torch.where(high > 0, _mix(high ^ k2), 0))
+        x ^= _as_int32(torch.where(high > 0, mix(high ^ k2), 0))
     x ^= (x >> 16) & 0xFFFF
     x *= _C1
     x ^= _as_int32(k2)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from autoshard.ops.dropout import mix
 from autoshard.torch_adapters.op_library import define
 
 _PAIR_BITS = 32
@@ -54,6 +55,18 @@ def route_one(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
 def stands_for(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A tensor of a shape that a model takes some rows to have, while it is traced; in no program."""
     raise RuntimeError("a tensor that stands for rows of experts has no values")
+
+
+def row_dropout(x: torch.Tensor, key: torch.Tensor, p: float, offset: int) -> torch.Tensor:
+    """Zero elements with probability ``p`` and scale the others by ``1 / (1 - p)``.
+
+    x: rows [s, n], of all columns from ``offset`` on. key: [s], uniform in [0, 1), of 24 bits; which elements
+    of a row are zero is a function of its key and of their columns.
+    """
+    column = torch.arange(offset, offset + x.shape[1], device=x.device)
+    word = (key * (1 << 24)).to(torch.int64).unsqueeze(1)
+    kept = mix(mix(word + 1) ^ mix(column ^ 0x5BD1E995)) >= min(int(p * 2**32), 2**32 - 1)
+    return x * kept * (1.0 / (1.0 - p))
 
 
 def _pairs(slots: torch.Tensor) -> torch.Tensor:
@@ -247,6 +260,16 @@ def _mm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_x, None, grad_weight, None
 
 
+def _save_drop(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, key, ctx.p, ctx.offset = inputs
+    ctx.save_for_backward(key)
+
+
+def _drop_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    (key,) = ctx.saved_tensors
+    return _ops.row_dropout(grad, key, ctx.p, ctx.offset), None, None, None
+
+
 def _scale_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x, weights = ctx.saved_tensors
     return _ops.scale_rows(grad, weights), _ops.row_dots(grad, x).to(weights.dtype)
@@ -320,6 +343,13 @@ define(
     lambda x, weights: torch.empty_like(x),
     backward=_scale_backward,
     save=_save(0, 1),
+)
+define(
+    "row_dropout(Tensor x, Tensor key, float p, int offset) -> Tensor",
+    row_dropout,
+    lambda x, key, p, offset: torch.empty_like(x),
+    backward=_drop_backward,
+    save=_save_drop,
 )
 define(
     "row_dots(Tensor x, Tensor y) -> Tensor",

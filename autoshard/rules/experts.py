@@ -219,6 +219,15 @@ def scale_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
     return einsum("s n, s -> s n", ins, node.types, linear=((0,), (1,)))
 
 
+def row_dropout(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x [s, n], key [s] -> [s, n]."""
+    return einsum("s n, s -> s n", ins, node.types, linear=((0,),), contiguous="n", local=_local_columns)
+
+
+def _local_columns(call: LocalCall) -> Node:
+    return call.with_args({3: call.in_offset(0, 1)})
+
+
 def row_dots(node: Node, ins: Sequence[TensorType]) -> Factored:
     """x, y [s, n] -> [s]."""
     return einsum("s n, s n -> s", ins, node.types, linear=((0,), (1,)))
@@ -275,6 +284,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "autoshard.expert_rows.default": expert_rows,
         "autoshard.expert_sum.default": expert_sum,
         "autoshard.scale_rows.default": scale_rows,
+        "autoshard.row_dropout.default": row_dropout,
         "autoshard.row_dots.default": row_dots,
         "autoshard.put_columns.default": put_columns,
         "transformers.grouped_mm_fallback.default": grouped_mm,

@@ -587,3 +587,17 @@ def test_slots_stay_where_they_are() -> None:
     assert isinf(between(by_token, by_expert)) and isinf(between(by_expert, (R,)))
     assert isinf(between((P,), by_token))
     assert isfinite(between((P,), (R,))) and isfinite(between(columns, (R,)))
+
+
+def test_elements_of_rows_are_dropped_by_key_and_column() -> None:
+    torch.manual_seed(0)
+    x, key = torch.randn(4000, 48, dtype=torch.float64, requires_grad=True), torch.rand(4000)
+    drop = torch.ops.autoshard.row_dropout
+    out = drop(x, key, 0.25, 0)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(out, x * grad)
+    kept = (grad != 0).double()
+    assert abs(kept.mean() - 0.75) < 0.01 and (kept.mean(0) - 0.75).abs().max() < 0.03
+    assert torch.corrcoef(kept.T).fill_diagonal_(0).abs().max() < 0.08
+    assert torch.equal(drop(x[:, 16:], key, 0.25, 16), out[:, 16:])
+    assert torch.equal(drop(x[:7], key[:7], 0.25, 0), out[:7])

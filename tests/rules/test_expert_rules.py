@@ -56,6 +56,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("expert_rows", (_real(EXPERTS, WIDE), SLOTS)),
     ("expert_sum", (_real(_ROWS, WIDE), SLOTS, EXPERTS)),
     ("scale_rows", (_real(_ROWS, WIDE), _real(_ROWS))),
+    ("row_dropout", (_real(_ROWS, WIDE), _real(_ROWS).sigmoid(), 0.4, 0)),
     ("row_dots", (_real(_ROWS, WIDE), _real(_ROWS, WIDE) + 1)),
     ("put_columns", (_real(_ROWS, 3), WIDE, 1, 6, 2)),
 ]
@@ -148,6 +149,7 @@ def test_every_state_gives_the_op(name: str, args: tuple[Any, ...]) -> None:
     if name in (
         "put_columns",
         "scale_rows",
+        "row_dropout",
         "row_dots",
     ):  # of slots in one dim, an axis splits experts or tokens
         digits[0] = [d for d in digits[0] if d[:2] == (1, EXPERTS) or d[0] % EXPERTS == 0]

@@ -8,6 +8,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from expert_modules import ExpertModules
 from families import FAMILIES, MESHES, family
 from lockstep_check import RTOL, compare_step
 from planned import program
@@ -22,6 +24,8 @@ from autoshard.planner.analysis import analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.store import save_program
 from autoshard.search.plan.plan import Recompute
+from autoshard.verify.lockstep import verify
+from autoshard.verify.single_rank import single_rank_program
 from autoshard.verify.static import verify_static
 
 #: meshes on which a step is so many microbatches
@@ -63,6 +67,29 @@ def test_experts_that_are_modules(mesh: str) -> None:
     assert max(errors.values()) < RTOL
     report = verify_static(made)
     assert report.ok, report.findings[0]
+
+
+def test_dropout_of_experts_is_the_same_on_any_mesh() -> None:
+    torch.manual_seed(0)
+    model = ExpertModules(dropout=0.3).train()
+    ids = torch.randint(0, 96, (8, 12))
+    inputs = {"input_ids": ids, "labels": ids.roll(1)}
+    losses = []
+    for mesh in ("dp=2,tp=2", "ep=4", "ep=2,tp=2"):
+        made = compile_analysed(
+            plan_analysed(analyse(capture(model, (), inputs)), [Mesh.parse(mesh)], load_cluster("h100-dgx"))
+        )
+        assert any(
+            n.op == "autoshard.row_dropout.default"
+            for s in made.lowered.segments.values()
+            for n in s.graph.nodes
+        )
+        report = verify(made, model, (), inputs, steps=1, one_rank=single_rank_program(made, model, inputs))
+        assert report.ok, report.worst()
+        assert verify_static(made).ok
+        losses.append(report.losses[0])
+    assert max(losses) - min(losses) < 1e-5
+    assert abs(losses[0] - float(model.eval()(**inputs).loss.detach())) > 1e-3
 
 
 @pytest.mark.parametrize("mesh", MESHES)

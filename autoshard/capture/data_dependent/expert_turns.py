@@ -18,6 +18,7 @@ import autoshard.ops.experts  # noqa: F401 (defines the ops called here)
 from autoshard.capture.data_dependent.expert_choice import ExpertChoice
 
 _ops = torch.ops.autoshard
+_BITS = 24
 _PRODUCTS = frozenset(("mul", "__mul__", "__rmul__"))
 
 
@@ -200,6 +201,27 @@ class Multiplied(Step):
         weight = of.stack([s.weight for s in steps])
         new: torch.Tensor = _ops.expert_mm(rows, of.slots, weight, self.transposed)
         return new
+
+
+class Dropped(Step):
+    """Rows after a dropout. seed, site: of the op that the model calls (`autoshard.ops.dropout`)."""
+
+    def __init__(self, value: torch.Tensor, rows: Step, p: float, seed: torch.Tensor, site: int) -> None:
+        super().__init__(value, (rows.key, p))
+        self.rows, self.p, self.seed, self.site = rows, p, _Outside(seed), site
+
+    def join(self, steps: Sequence[Dropped], of: Mixture) -> torch.Tensor:
+        uniform = uniform_of(of.chosen.shape, self.seed.get(), self.site)
+        key: torch.Tensor = _ops.dispatch_weights(uniform, of.chosen, of.slots)
+        new: torch.Tensor = _ops.row_dropout(of.of([s.rows for s in steps]), key, self.p, 0)
+        return new
+
+
+def uniform_of(shape: Sequence[int], seed: torch.Tensor, site: int) -> torch.Tensor:
+    """A number in [0, 1) for every token and choice [t, k], of 24 fair bits; a dropout makes them."""
+    full = [*shape, _BITS]
+    bits = _ops.dropout(torch.ones(full, dtype=torch.float32), 0.5, seed, site, [0] * len(full), full) != 0
+    return (bits * 0.5 ** torch.arange(1, _BITS + 1, dtype=torch.float32)).sum(-1)
 
 
 class Called(Step):

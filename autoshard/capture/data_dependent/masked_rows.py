@@ -457,8 +457,12 @@ class ChosenRows(TorchFunctionMode):
         first = rows[0]
         own = bool(args) and args[0] is first.tensor
         draws = name == "dropout" and _draws(*args, **kwargs)
-        if any(r.axis is not None or r.dim for r in rows) or draws or name in ("where", "masked_fill"):
+        if any(r.axis is not None or r.dim for r in rows) or name in ("where", "masked_fill"):
             raise NoSlotsError
+        if draws:
+            if not own or len(args) != 6 or first.lead:
+                raise NoSlotsError
+            return self._tag(self._run(selection.dropped, *args[:4]), selection, 0)
         if name in _RESHAPES and own and same_rows(name, args, kwargs, first.tensor.shape, first.lead):
             return self._tag(first.tensor, selection, 0)
         if any(r.lead for r in rows):

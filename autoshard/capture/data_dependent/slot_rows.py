@@ -16,12 +16,14 @@ import torch
 import autoshard.ops.experts  # noqa: F401 (defines the ops called here)
 from autoshard.capture.data_dependent.expert_choice import ExpertChoice
 from autoshard.capture.data_dependent.expert_turns import (
+    Dropped,
     Gathered,
     Multiplied,
     ScoredRows,
     Step,
     Turn,
     Weighed,
+    uniform_of,
     weights_of,
 )
 
@@ -124,6 +126,16 @@ class SlotSelection:
             ScoredRows(scores, x, number) if same else Weighed(scores, x[:, number], "tokens")
         )
         return scores
+
+    def dropped(self, rows: torch.Tensor, p: float, seed: torch.Tensor, site: int) -> torch.Tensor:
+        """Rows [rows, n] after a dropout."""
+        if rows.dim() != 2:
+            raise NoSlotsError
+        chosen, slots = self._chosen()
+        key: torch.Tensor = _ops.dispatch_weights(uniform_of(chosen.shape, seed, site), chosen, slots)
+        new: torch.Tensor = _ops.row_dropout(rows, key, p, 0)
+        self._steps[id(new)] = Dropped(new, self._steps[id(rows)], p, seed, site)
+        return new
 
     def _weights(self, x: torch.Tensor, of: str) -> torch.Tensor:
         chosen, slots = self._chosen()
