@@ -319,7 +319,7 @@ class _Deciding:
                 raise UsageError(
                     f"buffer {result.target} is updated in pipeline stage {stage} and read in another",
                     why="every stage updates what is its own, and the other would read old values",
-                    hint="cut the pipeline elsewhere",
+                    hint="a mesh without pp; or call the module once, with its inputs joined by torch.cat",
                 )
 
     def _readers(self, buffers: Iterable[str]) -> dict[str, set[int]]:
