@@ -122,9 +122,23 @@ def flagged(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.T
     chosen, out = scores.topk(2)[1], torch.zeros_like(tokens)
     for number in range(EXPERTS):
         flags = (chosen == number).any(dim=-1)
+        if not flags.any():
+            continue
         rows = self.expert(number, x[flags.view(-1)])
         out[flags] += (rows * scores.view(-1, EXPERTS)[flags.view(-1), number].unsqueeze(1)).squeeze(1)
     return out.view(TOKENS, WIDTH)
+
+
+def asking(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Only if there are rows; a view of the sum is taken before anything is added."""
+    out = torch.zeros_like(x)
+    turned, chosen = out.T, torch.topk(self.router(x).softmax(-1), 2)[1]
+    for number in range(EXPERTS):
+        flags = (chosen == number).any(-1)
+        if flags.any():
+            rows = self.expert(number, x[flags])
+            out[flags] += rows
+    return out + turned.T
 
 
 def averaging(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -171,7 +185,19 @@ def test_products_are_those_of_the_tokens_that_chose_an_expert(
     )
 
 
-STEPS = [looping, over_all, comparing, dropping, averaging, holding, putting, replacing, unlike, flagged]
+STEPS = [
+    looping,
+    over_all,
+    comparing,
+    dropping,
+    averaging,
+    holding,
+    putting,
+    replacing,
+    unlike,
+    flagged,
+    asking,
+]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -182,6 +208,17 @@ def test_equal_to_eager(step: Step) -> None:
         model.router.bias[2] = -9.0
     errors = errors_of(model, {"x": x})
     assert max(errors.values()) < RTOL
+
+
+def using(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What changes beside rows does so for experts with rows alone."""
+    out, used = torch.zeros_like(x), torch.zeros(EXPERTS)
+    for number in range(EXPERTS):
+        choice, token = torch.where(mask[number])
+        if token.numel() > 0:
+            used[number] += 1
+            out.index_add_(0, token, self.expert(number, x[token]) * weights[token, choice, None])
+    return out * used.sum()
 
 
 def counting(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -273,6 +310,7 @@ def differentiating(
     "step",
     [
         counting,
+        using,
         numbering,
         stopping,
         collecting,

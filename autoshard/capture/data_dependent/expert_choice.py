@@ -116,6 +116,12 @@ class ExpertChoices:
         """What a tensor says of choices."""
         return self._of.get(id(tensor))
 
+    def changed(self, tensor: torch.Tensor) -> None:
+        """A tensor was changed in place: it, and what is made of the same numbers, says nothing any more."""
+        known = self._of.get(id(tensor))
+        if known is not None:
+            self._of = {k: of for k, of in self._of.items() if of.root is not known.root}
+
     def flat(self, mask: torch.Tensor, flat: torch.Tensor) -> ExpertChoice:
         """What a mask says, of its places in one dim."""
         of = self._of[id(mask)]

@@ -65,9 +65,12 @@ class Loops:
                         continue
                     if not within(here, span(statement.test)) and here != span(statement):
                         continue
+                    test = statement.test
+                    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
                     skips = [type(s) for s in statement.body] == [ast.Continue]
-                    inside = statement.body if filled else block[k + 1 :]
-                    if statement.orelse or skips == filled or not inside or not _closed(function, inside):
+                    runs = filled != negated
+                    inside = statement.body if runs else block[k + 1 :]
+                    if statement.orelse or skips == runs or not inside or not _closed(function, inside):
                         return None
                     return Region(frame, (*span(inside[0])[:2], *span(inside[-1])[2:]))
         return None

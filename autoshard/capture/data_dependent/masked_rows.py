@@ -162,7 +162,7 @@ class ChosenRows(TorchFunctionMode):
         rows = [self._rows[id(t)] for t in given if id(t) in self._rows]
         changed = changed_by(name, args, kwargs)
         if self._slots:
-            self._check_waiting(name, args, given, rows)
+            self._check_waiting(func, name, args, given, rows)
         if name == "copy_" and len(args) == 2 and id(args[1]) in self._scattered:
             out = self._copy(*args)
         elif rows:
@@ -186,6 +186,7 @@ class ChosenRows(TorchFunctionMode):
             self._note(func, name, args, kwargs, out)
         for t in changed:
             self._masks.changed(t)
+            self._choices.changed(t)
         if name in DERIVED:
             self._masks.note(name, args, kwargs, out)
         if self._is_guarded:
@@ -526,10 +527,9 @@ class ChosenRows(TorchFunctionMode):
             self._ours = False
 
     def _attribute(self, func: Any, args: tuple[Any, ...], rows: _Rows) -> Any:
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in _ATTRIBUTES:
+        if _attribute(func) in _ATTRIBUTES:
             return func(*args)
-        if attribute == "shape":
+        if _attribute(func) == "shape":
             known: list[Any] = list(func(*args))
             known[rows.dim] = self._count(func, rows, 1)
             return tuple(known)
@@ -712,12 +712,17 @@ class ChosenRows(TorchFunctionMode):
         return self._put_rows(x, selection, rows, 0)
 
     def _check_waiting(
-        self, name: str, args: tuple[Any, ...], given: Sequence[torch.Tensor], rows: Sequence[_Rows]
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        given: Sequence[torch.Tensor],
+        rows: Sequence[_Rows],
     ) -> None:
         """Sums that are about to be read get what is to be added to them. Rows of one that waits, and what is
         no more than put into one, are used for nothing else."""
         puts = name == "copy_" and len(args) == 2 and id(args[1]) in self._scattered
-        if name in _ABOUT or name == "__get__":
+        if name in _ABOUT or (name == "__get__" and _attribute(func) in {*_ATTRIBUTES, "shape"}):
             return
         if any(id(t) in self._stale for t in given) and name not in (
             *_SUMS,
@@ -804,6 +809,11 @@ def _known_number(tensor: torch.Tensor) -> int | None:
         if not tracing.is_data_dependent(error):
             raise
         return None
+
+
+def _attribute(func: Any) -> str:
+    """Of what a function gets the value."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 def _draws(rows: torch.Tensor, p: float = 0.5, training: bool = True, *more: Any, **kwargs: Any) -> bool:
