@@ -92,6 +92,10 @@ TOLD: dict[str, Loss] = {
     "labels in a list": lambda net, x, y: F.cross_entropy(x.mean(1), torch.tensor([*range(len(x))])),
     "start of a table": lambda net, x, y: (x.mean((1, 2)) * net.weights[: len(x)]).mean(),
     "looked up": lambda net, x, y: (x.mean((1, 2)) * net.weights[torch.arange(len(x))]).mean(),
+    "backwards": lambda net, x, y: (x[torch.arange(len(x) - 1, -1, -1)] * x).mean(),
+    "beta": lambda net, x, y: torch.baddbmm(
+        x, x, net.head.weight @ net.head.weight.t() + x.mT @ x, beta=1 / len(x)
+    ).mean(),
     "alpha": lambda net, x, y: x.mean().add(net.head.weight.square().sum(), alpha=1 / len(x)),
     "compared": lambda net, x, y: torch.where(x > 1 / len(x), x, x * 0.1).mean(),
     "halves": lambda net, x, y: F.softplus(x[: len(x) // 2] - x[len(x) // 2 :]).mean(),

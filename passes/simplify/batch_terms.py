@@ -208,6 +208,8 @@ class _Compared:
         if x.args == y.args and x.kwargs == y.kwargs:
             return
         pairs = [(p, q) for p, q in zip(x.args, y.args, strict=False) if _is_number(p) and p != q]
+        if any(_is_number(p) and p != dict(y.kwargs).get(k) for k, p in x.kwargs):
+            self.strange.add(key)  # alpha, beta
         computes = self.one.rules[key].kind == "pointwise" or x.op in (_FULL, "aten.scalar_tensor.default")
         if not computes or x.op in _SIZED:
             return  # sizes and places
@@ -215,9 +217,7 @@ class _Compared:
         if x.types[0] is None or not (x.types[0].is_float or x.op == _FULL):
             power = None
         exponents = [log(q / p, self.rate) if p * q > 0 else 0.5 for p, q in pairs]
-        if x.kwargs != y.kwargs:
-            self.strange.add(key)
-        elif power is not None and all(isclose(e, round(e), abs_tol=1e-6) for e in exponents):
+        if power is not None and all(isclose(e, round(e), abs_tol=1e-6) for e in exponents):
             if exponents:
                 self.powers[key[0], x.name] = power * round(exponents[-1])
         elif x.op in _SUMS and len(exponents) == 1 and isclose(exponents[0], 1, abs_tol=1e-6):
@@ -247,6 +247,14 @@ def _unlike_constants(one: Folded, other: Folded, rate: float) -> tuple[frozense
 
 def _is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _counts_samples(node: Node) -> bool:
+    """Whether it gives 0, 1, ..."""
+    if node.op not in _ROWS:
+        return False
+    start = node.args[0] if len(node.args) > 1 else 0
+    return start == 0 and (node.args[2] if len(node.args) > 2 else 1) == 1
 
 
 class _AgainError(Exception):
@@ -408,7 +416,7 @@ class _Following:
         """What an op makes that takes samples, or hands something out to all of them."""
         rule, batch = self.seen.one.rules[key], self.seen.factors[key]
         rows = bool(takes) and all(t.kind == "rows" for t in takes)
-        if wide and (node.op in _ROWS or (rows and (rule.kind == "view" or node.op in _SAME))):
+        if wide and (_counts_samples(node) or (rows and (rule.kind == "view" or node.op in _SAME))):
             return "rows"
         if not any(t.kind in ("split", "rows") for t in takes):
             if node.op not in _TO_ALL and not any(t.place[1] == "seed" for t in takes):
