@@ -35,10 +35,10 @@ def step_terms(
     full = analysis if batch_of(analysis.folded) not in (1, batch) else None
     try:
         if full is None:
-            full = _captured(source, micro, batch + 1 if batch > 1 else 2, say)
+            full = _captured(source, micro, 2 * batch, say)
         if base is None:
             base = _sample(full)
-            full = _captured(source, micro, base.batch + 1, say)
+            full = _captured(source, micro, 2 * base.batch, say)
     except AutoshardError as error:
         return averaged(micro.folded, loss, f"the model cannot be captured with another batch ({error.what})")
     terms = batch_terms(base, _sample(full), loss)
