@@ -31,7 +31,7 @@ from autoshard.capture.python_state.changes import Changes, refuse_counting
 from autoshard.capture.python_state.code_reads import CodeReads
 from autoshard.capture.python_state.outer_hooks import outer_hooks_apart
 from autoshard.capture.repeats import NotApart, NotRepeated, Repeats, find_groups
-from autoshard.capture.trace import DynamicShapeError, NeedsValuesError, settled, trace
+from autoshard.capture.trace import DynamicShapeError, NeedsValuesError, trace, with_retries
 from autoshard.capture.traced_function import Differentiate, Function
 from autoshard.errors import CaptureError
 from autoshard.ir import Joint, Port, refs_of
@@ -168,7 +168,7 @@ class _Task:
                 shared = {key: tracing.fake_like(t, mode) for key, t in types.items()}
                 held = [shared[_type_of(t)] for t in state.tensors]
                 given = [*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed])]
-                settled(function, lambda: function(*given))
+                with_retries(function, lambda: function(*given))
             # layers are traced one by one, and each is left as it was
             with ExitStack() as stack:
                 for group in repeats.groups:

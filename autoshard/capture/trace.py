@@ -55,17 +55,17 @@ def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: b
             fakes = [tracing.fake_like(t, mode) for t in tensors]
             return tracing.trace_joint(partial(_known, function), fakes, mode)
 
-        traced = settled(function, attempt)
+        traced = with_retries(function, attempt)
         if function.sparse and not stands_nowhere(traced.graph):
             function.sparse = False
-            traced = settled(function, attempt)
+            traced = with_retries(function, attempt)
         return traced
 
 
 T = TypeVar("T")
 
 
-def settled(function: Function, attempt: Callable[[], T]) -> T:
+def with_retries(function: Function, attempt: Callable[[], T]) -> T:
     """What an attempt to run a function gives, once it is known how its rows are to be followed."""
     while True:
         try:

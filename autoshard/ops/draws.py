@@ -25,6 +25,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def uniform(drop: Drop, shape: Sequence[int]) -> torch.Tensor:
+    """Numbers in [0, 1), of 24 fair bits, in float32."""
+    bits = drop(torch.ones((*shape, _BITS), dtype=torch.float32), 0.5) != 0
+    return (bits * 0.5 ** torch.arange(1, _BITS + 1, dtype=torch.float32)).sum(-1)
+
+
 class Draws:
     """Our versions of torch's random functions. A call with a generator of its own is left to torch."""
 
@@ -60,10 +66,7 @@ class Draws:
         }
 
     def _uniform(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Between 0 and 1, of 24 fair bits."""
-        bits = self._drop(torch.ones((*shape, _BITS), dtype=torch.float32), 0.5) != 0
-        weights = 0.5 ** torch.arange(1, _BITS + 1, dtype=torch.float32)
-        return (bits * weights).sum(-1).to(dtype)
+        return uniform(self._drop, shape).to(dtype)
 
     def _normal(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """By the transformation of Box and Muller (1958)."""

@@ -23,16 +23,13 @@ def multilabel_margin_loss(
     labels = target.clamp(min=0)
     others = torch.zeros_like(input).scatter_add(-1, labels, counts) == 0
     hinges = (1 - input.gather(-1, labels).unsqueeze(-1) + input.unsqueeze(-2)).clamp(min=0)
-    hinges = hinges * counts.unsqueeze(-1) * others.unsqueeze(-2)
-    loss = hinges.sum((-2, -1)) / input.shape[-1]
+    loss = (hinges * counts.unsqueeze(-1) * others.unsqueeze(-2)).sum((-2, -1)) / input.shape[-1]
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
 def diag(input: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
     """The diagonal of a matrix, or a matrix with one."""
-    if input.dim() == 1:
-        return torch.diag_embed(input, diagonal)
-    return torch.diagonal(input, diagonal).clone()
+    return torch.diag_embed(input, diagonal) if input.dim() == 1 else torch.diagonal(input, diagonal).clone()
 
 
 def fill_diagonal(x: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from owner_messages import count_sent
 from preconditioned import Shampoo, Soap
 from ranks import HERE, run_ranks
 from runtime.test_muon import on_ranks
@@ -161,15 +162,7 @@ def test_plain_tensors_are_updated_in_place() -> None:
 
 
 def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    exchange = owners._all_to_all
-
-    def counted(group: Any, parts: list[list[torch.Tensor]], *rest: Any) -> Any:
-        others = (part for k, each in enumerate(parts) if k != dist.get_rank(group) for part in each)
-        sent.append(sum(part.nbytes for part in others))
-        return exchange(group, parts, *rest)
-
-    monkeypatch.setattr(owners, "_all_to_all", counted)
+    sent = count_sent(monkeypatch)
 
     def stepped(shape: tuple[int, ...], placements: tuple[Any, ...], **options: Any) -> torch.Tensor:
         mesh = init_device_mesh("cpu", (2,))

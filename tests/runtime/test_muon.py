@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from owner_messages import count_sent
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -124,15 +125,7 @@ def test_options_are_those_of_torch() -> None:
 
 def test_every_matrix_goes_to_one_rank_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owners, "_ROUND_BYTES", 1)
-    sent: list[int] = []
-    exchange = owners._all_to_all
-
-    def counted(group: Any, parts: list[list[torch.Tensor]], *rest: Any) -> Any:
-        others = (part for k, each in enumerate(parts) if k != dist.get_rank(group) for part in each)
-        sent.append(sum(part.nbytes for part in others))
-        return exchange(group, parts, *rest)
-
-    monkeypatch.setattr(owners, "_all_to_all", counted)
+    sent = count_sent(monkeypatch)
 
     def stepped(shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...]) -> None:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])

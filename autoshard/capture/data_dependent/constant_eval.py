@@ -211,6 +211,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
+def attribute_of(func: Any) -> str:
+    """The attribute that a function gets the value of, or sets, "" for any other function."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
 def changed_by(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that a function of this name changes in place."""
     named = name.endswith("_") and not name.endswith("__")

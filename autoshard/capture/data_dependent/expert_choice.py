@@ -153,8 +153,8 @@ class ExpertChoices:
         scores: torch.Tensor = args[0]
         place = 2 if name == "topk" else 1
         dim = kwargs.get("dim", args[place] if len(args) > place else -1 if name == "topk" else None)
-        kept = name != "topk" and (kwargs.get("keepdim") or len(args) > place + 1)
-        if kept or not isinstance(dim, int) or dim not in (-1, scores.dim() - 1):
+        keepdim = name != "topk" and (kwargs.get("keepdim") or len(args) > place + 1)
+        if keepdim or not isinstance(dim, int) or dim not in (-1, scores.dim() - 1):
             return
         numbers = out if name == "argmax" else out[1]
         shape = tuple(numbers.shape)

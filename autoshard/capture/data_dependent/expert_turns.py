@@ -7,6 +7,7 @@ tokens are dispatched once, weights of all experts are one tensor, and one sum c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 import autoshard.ops.experts  # noqa: F401 (defines the ops called here)
+from autoshard.capture.data_dependent.constant_eval import attribute_of
 from autoshard.capture.data_dependent.expert_choice import ExpertChoice
+from autoshard.ops.draws import uniform
 
 _ops = torch.ops.autoshard
-_BITS = 24
 _PRODUCTS = frozenset(("mul", "__mul__", "__rmul__"))
 
 
@@ -89,7 +91,7 @@ class MatrixSlices:
 
 def _transposes(name: str, func: Any, args: tuple[Any, ...]) -> bool:
     if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in ("T", "mT")
+        return attribute_of(func) in ("T", "mT")
     return name == "t" or (name == "transpose" and args[1:] in ((0, 1), (1, 0), (-1, -2), (-2, -1)))
 
 
@@ -101,7 +103,7 @@ class Mixture:
 
     def __init__(self, chosen: torch.Tensor, start: int, experts: int, slices: MatrixSlices) -> None:
         numbers = chosen - start if start else chosen
-        self.experts, self.slices = experts, slices
+        self.slices = slices
         self.chosen: torch.Tensor = _ops.choices(numbers)
         self.slots: torch.Tensor = _ops.route(self.chosen, experts)
         self._known: dict[int, Any] = {}
@@ -119,7 +121,7 @@ class Mixture:
         return self.slices.stacked([t.get() for t in tensors])
 
 
-class Step:
+class Step(ABC):
     """A value of the rows of one expert, and what it is made of.
 
     value: as the turn has it. key: equal where steps of turns may be one.
@@ -128,9 +130,9 @@ class Step:
     def __init__(self, value: Any, key: tuple[Any, ...]) -> None:
         self.value, self.key = value, (type(self).__name__, *key)
 
+    @abstractmethod
     def join(self, steps: Sequence[Any], of: Mixture) -> Any:
         """The same value for the rows of all experts. steps: those of the turns, the first of them this."""
-        raise NotImplementedError
 
 
 class Gathered(Step):
@@ -141,33 +143,38 @@ class Gathered(Step):
         self.x = _Outside(x)
 
     def join(self, steps: Sequence[Gathered], of: Mixture) -> torch.Tensor:
-        x = _one([s.x for s in steps])
-        flat = x if x.dim() == 2 else x.reshape(len(of.chosen), x.shape[-1])
-        rows: torch.Tensor = _ops.dispatch(flat, of.chosen, of.slots)
-        return rows
+        return gathered(_one([s.x for s in steps]), of.chosen, of.slots)
+
+
+def gathered(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The rows of slots [rows, n]. x: of all tokens [..., n]."""
+    flat = x if x.dim() == 2 else x.reshape(len(chosen), x.shape[-1])
+    rows: torch.Tensor = _ops.dispatch(flat, chosen, slots)
+    return rows
 
 
 class Weighed(Step):
-    """The weight of each row [rows]. x, kind: see `weights_of`."""
+    """The weight of each row [rows]. x, kind: see `weighed`."""
 
     def __init__(self, value: torch.Tensor, x: torch.Tensor, kind: str) -> None:
         super().__init__(value, (id(x), kind))
         self.x, self.kind = _Outside(x), kind
 
     def join(self, steps: Sequence[Weighed], of: Mixture) -> torch.Tensor:
-        x = weights_of(_one([s.x for s in steps]), self.kind, of.chosen)
-        weights: torch.Tensor = _ops.dispatch_weights(x, of.chosen, of.slots)
-        return weights
+        return weighed(_one([s.x for s in steps]), self.kind, of.chosen, of.slots)
 
 
-def weights_of(x: torch.Tensor, kind: str, chosen: torch.Tensor) -> torch.Tensor:
-    """Weights of all tokens and choices [t, k].
+def weighed(x: torch.Tensor, kind: str, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The weights of slots [rows].
 
     kind: of x, "choices" [t, k], "choices first" [k, t] or "tokens" [t], one for all choices of a token.
     """
     if kind == "tokens":
-        return x.unsqueeze(1).expand(chosen.shape)
-    return x if kind == "choices" else x.t()
+        x = x.unsqueeze(1).expand(chosen.shape)
+    elif kind == "choices first":
+        x = x.t()
+    weights: torch.Tensor = _ops.dispatch_weights(x, chosen, slots)
+    return weights
 
 
 class ScoredRows(Step):
@@ -182,8 +189,7 @@ class ScoredRows(Step):
         if [s.number for s in steps] != list(range(start, start + len(steps))):
             raise UnlikeTurnsError
         index = (of.chosen + start if start else of.chosen).clamp(0, x.shape[1] - 1)
-        weights: torch.Tensor = _ops.dispatch_weights(x.gather(1, index), of.chosen, of.slots)
-        return weights
+        return weighed(x.gather(1, index), "choices", of.chosen, of.slots)
 
 
 class Multiplied(Step):
@@ -211,17 +217,27 @@ class Dropped(Step):
         self.rows, self.p, self.seed, self.site = rows, p, _Outside(seed), site
 
     def join(self, steps: Sequence[Dropped], of: Mixture) -> torch.Tensor:
-        uniform = uniform_of(of.chosen.shape, self.seed.get(), self.site)
-        key: torch.Tensor = _ops.dispatch_weights(uniform, of.chosen, of.slots)
-        new: torch.Tensor = _ops.row_dropout(of.of([s.rows for s in steps]), key, self.p, 0)
+        rows = of.of([s.rows for s in steps])
+        return dropped(rows, self.p, self.seed.get(), self.site, of.chosen, of.slots)
+
+
+def dropped(
+    rows: torch.Tensor,
+    p: float,
+    seed: torch.Tensor,
+    site: int,
+    chosen: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Rows [rows, n] after a dropout, by a random key of every token and choice."""
+
+    def drop(x: torch.Tensor, p: float) -> torch.Tensor:
+        new: torch.Tensor = _ops.dropout(x, p, seed, site, [0] * x.dim(), list(x.shape))
         return new
 
-
-def uniform_of(shape: Sequence[int], seed: torch.Tensor, site: int) -> torch.Tensor:
-    """A number in [0, 1) for every token and choice [t, k], of 24 fair bits; a dropout makes them."""
-    full = [*shape, _BITS]
-    bits = _ops.dropout(torch.ones(full, dtype=torch.float32), 0.5, seed, site, [0] * len(full), full) != 0
-    return (bits * 0.5 ** torch.arange(1, _BITS + 1, dtype=torch.float32)).sum(-1)
+    key = weighed(uniform(drop, chosen.shape), "choices", chosen, slots)
+    new: torch.Tensor = _ops.row_dropout(rows, key, p, 0)
+    return new
 
 
 class Called(Step):
@@ -264,9 +280,8 @@ class Called(Step):
             return tensors[0]
         if tensors[0].dim() != 1 or self.name not in ("add", "__add__", "__radd__", *_PRODUCTS):
             raise UnlikeTurnsError
-        table: torch.Tensor = _ops.expert_rows(
-            of.stack(leaves), of.slots
-        )  # a bias, or a scale, of each expert
+        # a bias, or a scale, of each expert
+        table: torch.Tensor = _ops.expert_rows(of.stack(leaves), of.slots)
         return table.to(tensors[0].dtype)
 
 

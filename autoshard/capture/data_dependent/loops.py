@@ -27,10 +27,7 @@ class Loops:
 
         Its body may only store names that it sets before it reads them, and that nothing outside of it reads.
         """
-        while frame is not None and _between(frame):
-            frame = frame.f_back
-        here = position(frame)
-        tree = self._of(frame) if frame is not None else None
+        _, here, tree = self._innermost(frame)
         if here is None or tree is None:
             return False
         result = [
@@ -52,10 +49,7 @@ class Loops:
 
         filled: whether the condition holds if there are rows. None if they leave more behind than tensors.
         """
-        while frame is not None and _between(frame):
-            frame = frame.f_back
-        here = position(frame)
-        tree = self._of(frame) if frame is not None else None
+        frame, here, tree = self._innermost(frame)
         if frame is None or here is None or tree is None:
             return None
         for function in (f for f in ast.walk(tree) if isinstance(f, _FUNCTIONS)):
@@ -74,6 +68,12 @@ class Loops:
                         return None
                     return Region(frame, (*span(inside[0])[:2], *span(inside[-1])[2:]))
         return None
+
+    def _innermost(self, frame: FrameType | None) -> tuple[FrameType | None, Span | None, ast.Module | None]:
+        """The frame of the innermost code of a model, where it stands, and its source file."""
+        while frame is not None and _between(frame):
+            frame = frame.f_back
+        return frame, position(frame), None if frame is None else self._of(frame)
 
     def _of(self, frame: FrameType) -> ast.Module | None:
         path = frame.f_code.co_filename

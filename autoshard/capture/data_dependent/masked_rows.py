@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import tracing
 from autoshard.capture.data_dependent import row_totals
-from autoshard.capture.data_dependent.constant_eval import changed_by
+from autoshard.capture.data_dependent.constant_eval import attribute_of, changed_by
 from autoshard.capture.data_dependent.equal_masks import DERIVED, EqualMasks
 from autoshard.capture.data_dependent.expert_choice import CLASSIFIED, ExpertChoices
 from autoshard.capture.data_dependent.expert_turns import Called, MatrixSlices, Part, Step
@@ -71,6 +71,8 @@ _RESHAPES = frozenset(("view", "reshape", "squeeze", "unsqueeze", "flatten"))
 _COUNTED = frozenset(("div", "__truediv__", "true_divide", "mul", "__mul__"))
 #: ways to add to rows of a tensor, and to put rows into it
 _SUMS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
+_PUTS = _SUMS | {"__setitem__", "masked_scatter", "to"}
+_ASKS = frozenset(("__bool__", "item"))
 _ADDS = frozenset(("index_add_", "__getitem__", "__setitem__", "masked_scatter"))
 _ABOUT = frozenset(("dim", "ndimension", "is_floating_point", "element_size", "is_complex", "result_type"))
 _ATTRIBUTES = frozenset(("dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_nested"))
@@ -173,11 +175,7 @@ class ChosenRows(TorchFunctionMode):
             out = self._masked(func, args)
         elif name == "bincount" and (classes := self._classes(args, kwargs)):
             out = self._called(F.one_hot, (args[0].reshape(-1), classes), {}).sum(0)
-        elif (
-            name in ("__bool__", "item")
-            and id(args[0]) in self._anywhere
-            and self._enters(sys._getframe(1), True)
-        ):
+        elif name in _ASKS and id(args[0]) in self._anywhere and self._enters(sys._getframe(1)):
             return True
         else:
             if self._is_guarded and any(id(t) not in self._fresh for t in changed):
@@ -202,7 +200,7 @@ class ChosenRows(TorchFunctionMode):
         """Whether code runs that, in some calls, does not: it may change nothing but rows."""
         return self._turn is not None or self._region is not None
 
-    def _enters(self, frame: FrameType, filled: bool) -> bool:
+    def _enters(self, frame: FrameType, filled: bool = True) -> bool:
         """Whether a condition of rows to exist stands before statements that do nothing without them."""
         if self._turn is not None:
             return False
@@ -252,11 +250,10 @@ class ChosenRows(TorchFunctionMode):
         counts = self._masks.counts(mask)
         if self._turn is not None:
             counts = counts & self._turn
-        choice = self._choices.get(mask) if self._slots and mask.dim() <= 2 else None
-        known = self._choices.get(mask)
-        distinct = mask.dim() == 1 or (known is not None and known.has_choices)
+        choice = self._choices.get(mask)
+        distinct = mask.dim() == 1 or (choice is not None and choice.has_choices)
         selection: Selection | SlotSelection = Selection(tuple(mask.shape), counts, distinct)
-        if choice is not None:
+        if choice is not None and self._slots and mask.dim() <= 2:
             selection = SlotSelection(counts.reshape(mask.shape), choice, self._steps)
         self._note_where(selection)
         result = tuple(self._tag(selection.index(axis), selection, 0, axis) for axis in range(mask.dim()))
@@ -527,9 +524,9 @@ class ChosenRows(TorchFunctionMode):
             self._ours = False
 
     def _attribute(self, func: Any, args: tuple[Any, ...], rows: _Rows) -> Any:
-        if _attribute(func) in _ATTRIBUTES:
+        if attribute_of(func) in _ATTRIBUTES:
             return func(*args)
-        if _attribute(func) == "shape":
+        if attribute_of(func) == "shape":
             known: list[Any] = list(func(*args))
             known[rows.dim] = self._count(func, rows, 1)
             return tuple(known)
@@ -722,14 +719,9 @@ class ChosenRows(TorchFunctionMode):
         """Sums that are about to be read get what is to be added to them. Rows of one that waits, and what is
         no more than put into one, are used for nothing else."""
         puts = name == "copy_" and len(args) == 2 and id(args[1]) in self._scattered
-        if name in _ABOUT or (name == "__get__" and _attribute(func) in {*_ATTRIBUTES, "shape"}):
+        if name in _ABOUT or (name == "__get__" and attribute_of(func) in {*_ATTRIBUTES, "shape"}):
             return
-        if any(id(t) in self._stale for t in given) and name not in (
-            *_SUMS,
-            "__setitem__",
-            "masked_scatter",
-            "to",
-        ):
+        if any(id(t) in self._stale for t in given) and name not in _PUTS:
             raise NoSlotsError
         standing = (self._scattered[id(t)][2] for t in given if id(t) in self._scattered)
         if not puts and any(isinstance(self._rows[id(t)].selection, SlotSelection) for t in standing):
@@ -809,11 +801,6 @@ def _known_number(tensor: torch.Tensor) -> int | None:
         if not tracing.is_data_dependent(error):
             raise
         return None
-
-
-def _attribute(func: Any) -> str:
-    """Of what a function gets the value."""
-    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 def _draws(rows: torch.Tensor, p: float = 0.5, training: bool = True, *more: Any, **kwargs: Any) -> bool:

@@ -25,6 +25,15 @@ class _Sum:
     grad: bool
     turns: list[Turn] = field(default_factory=list)
 
+    def takes(self, turn: Turn, assigned: bool) -> bool:
+        """Whether a turn may be one of those that wait."""
+        if self.assigned != assigned or self.grad != torch.is_grad_enabled():
+            return False
+        if not assigned or not self.turns:
+            return True
+        alike = turn.choice.is_alike(self.turns[0].choice)
+        return alike and turn.choice.number not in {t.choice.number for t in self.turns}
+
     def is_full(self) -> bool:
         """Whether every expert had its turn."""
         return len({t.choice.number for t in self.turns}) == self.turns[0].choice.classes
@@ -64,22 +73,15 @@ class RowSums:
 
     def waits(self, out: torch.Tensor, turn: Turn, assigned: bool) -> bool:
         """Whether a turn's rows will be added to a tensor later, or put there."""
+        if id(out) in self._new:
+            zeros = self._new.pop(id(out))[1]
+            if zeros or assigned:
+                self._waiting[id(out)] = _Sum(out, zeros, assigned, torch.is_grad_enabled())
         of = self._waiting.get(id(out))
-        if of is None and id(out) in self._new:
-            of = _Sum(out, self._new.pop(id(out))[1], assigned, torch.is_grad_enabled())
-            if of.zeros or assigned:
-                self._waiting[id(out)] = of
-            else:
-                of = None
-        if of is not None and of.turns:
-            first = of.turns[0].choice
-            other = assigned and (
-                not turn.choice.is_alike(first) or turn.choice.number in {t.choice.number for t in of.turns}
-            )
-            if of.assigned != assigned or of.grad != torch.is_grad_enabled() or other:
-                self._finish(self._waiting.pop(id(out)))
-                of = None
         if of is None:
+            return False
+        if not of.takes(turn, assigned):
+            self._finish(self._waiting.pop(id(out)))
             return False
         of.turns.append(turn)
         if of.is_full():

@@ -23,8 +23,9 @@ from autoshard.capture.data_dependent.expert_turns import (
     Step,
     Turn,
     Weighed,
-    uniform_of,
-    weights_of,
+    dropped,
+    gathered,
+    weighed,
 )
 
 _ops = torch.ops.autoshard
@@ -108,8 +109,7 @@ class SlotSelection:
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of all tokens [..., n] that chose the expert: [rows, n]."""
-        flat = x if x.dim() == 2 else x.reshape(self.rows, x.shape[-1])
-        rows: torch.Tensor = _ops.dispatch(flat, *self._chosen())
+        rows = gathered(x, *self._chosen())
         self._steps[id(rows)] = Gathered(rows, x)
         return rows
 
@@ -117,29 +117,21 @@ class SlotSelection:
         """Of scores [tokens, experts] those of one expert: [rows]."""
         if x.dim() != 2 or len(x) != self.rows:
             raise NoSlotsError
-        chosen, slots = self._chosen()
-        scores: torch.Tensor = _ops.dispatch_weights(
-            weights_of(x[:, number], "tokens", chosen), chosen, slots
-        )
-        same = number % x.shape[1] == self.choice.number
-        self._steps[id(scores)] = (
-            ScoredRows(scores, x, number) if same else Weighed(scores, x[:, number], "tokens")
-        )
+        scores = self._weights(x[:, number], "tokens")
+        if number % x.shape[1] == self.choice.number:
+            self._steps[id(scores)] = ScoredRows(scores, x, number)
         return scores
 
     def dropped(self, rows: torch.Tensor, p: float, seed: torch.Tensor, site: int) -> torch.Tensor:
         """Rows [rows, n] after a dropout."""
         if rows.dim() != 2:
             raise NoSlotsError
-        chosen, slots = self._chosen()
-        key: torch.Tensor = _ops.dispatch_weights(uniform_of(chosen.shape, seed, site), chosen, slots)
-        new: torch.Tensor = _ops.row_dropout(rows, key, p, 0)
+        new = dropped(rows, p, seed, site, *self._chosen())
         self._steps[id(new)] = Dropped(new, self._steps[id(rows)], p, seed, site)
         return new
 
     def _weights(self, x: torch.Tensor, of: str) -> torch.Tensor:
-        chosen, slots = self._chosen()
-        weights: torch.Tensor = _ops.dispatch_weights(weights_of(x, of, chosen), chosen, slots)
+        weights = weighed(x, of, *self._chosen())
         self._steps[id(weights)] = Weighed(weights, x, of)
         return weights
 

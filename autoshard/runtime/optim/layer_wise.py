@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import UsageError
 from autoshard.runtime.optim.optimizer_hooks import local, loss_of, parameters_in
@@ -73,7 +74,7 @@ class _Owned:
         changed = {k: x for k, x in options.items() if k not in self.given or not _same(x, self.given[k])}
         state: dict[str, Any] = self.optimizer.state.get(self.full, {})
         if self.batch is not None:
-            state = _each(state, self._as_dtensor)
+            state = pytree.tree_map_only(torch.Tensor, self._as_dtensor, state)
         return {**state, _OPTIONS: changed} if changed else state
 
     def _as_dtensor(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,9 @@ class _Owned:
 
     def load(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """What `state` gave, and the options of the group."""
-        rest = {k: _each(x, self._part) for k, x in state.items() if k != _OPTIONS}
+        rest = {
+            k: pytree.tree_map_only(torch.Tensor, self._part, x) for k, x in state.items() if k != _OPTIONS
+        }
         group = {**options, "params": [0]}
         self.optimizer.load_state_dict({"state": {0: rest} if rest else {}, "param_groups": [group]})
         self.given.clear()
@@ -269,15 +272,6 @@ def _cost(shape: Sequence[int]) -> int:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: x for k, x in group.items() if k not in _NO_OPTIONS}
-
-
-def _each(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A state with all tensors in it changed."""
-    if isinstance(x, torch.Tensor):
-        return change(x)
-    if isinstance(x, dict):
-        return {key: _each(each, change) for key, each in x.items()}
-    return type(x)(_each(each, change) for each in x) if type(x) in (list, tuple) else x
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -244,9 +244,8 @@ class _Builder:
 
     def _allowed_slots(self, axis: int, classes: frozenset[int]) -> bool:
         """The same of an op on tokens that were sent to their experts, over an axis that splits tokens."""
-        meaning, experts = self.meanings[axis], classes & self.model.digits.experts
-        sends = meaning.splits_batch_inside or meaning.divides_sequence
-        return bool(sends and experts) or self._meaning_allows(meaning, classes)
+        of_experts = bool(classes & self.model.digits.experts)
+        return self._allowed_stacked(axis, classes) if of_experts else self._allowed(axis, classes)
 
     def _allowed_stacked(self, axis: int, classes: frozenset[int]) -> bool:
         """The same of an op that puts matrices of experts together, or takes one out: over an axis that sends
