@@ -65,11 +65,11 @@ _LOOKUPS = (
 #: sums of two, where a number may stand for one
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar")
 #: what gives every sample the same, of what does not depend on the batch
-_TO_ALL = frozenset(
+_TO_ALL = frozenset(("aten.empty.memory_format",)) | frozenset(
     f"aten.{name}.default"
     for name in """
-    zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
-    expand repeat broadcast_to scalar_tensor
+    zeros ones full zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
+    expand repeat scalar_tensor
     """.split()  # noqa: SIM905 - a table reads better than quoted names
 )
 #: told how many samples there are, of which each is computed by itself
