@@ -521,7 +521,7 @@ def _chosen(
             if best is None and fitter.failed >= _ENOUGH:
                 break
             if best is not None:
-                tried.note(times, enough=True)
+                tried.note(times, enough=times > width)
             continue
         if known is not None and solution is known[0] and tried.high == math.inf:
             tried.note(times, enough=False)  # nothing else fits: more may let the search recompute less
@@ -532,7 +532,8 @@ def _chosen(
             width = times
         if recomputing + waiting <= _LITTLE:
             break
-        tried.note(times, enough=not improved or waiting > recomputing)
+        # what is slower on one side of the best: the best is on the other
+        tried.note(times, enough=waiting > recomputing if improved else times > width)
     if best is not None:
         return best, width
     assert failure is not None

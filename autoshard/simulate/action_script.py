@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, takewhile
 
 from autoshard.ir import Call
 from autoshard.ir.lowered import Instruction, StagePart, uses_of
@@ -37,12 +37,43 @@ class Script:
         return levels.index(max(levels)) if levels else -1
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A message on its way, and the name of the block that it takes."""
+class _InFlight:
+    """Messages on their way, by the number of the block that each takes, in the order in which they left."""
 
-    message: OnTheWay
-    block: Hashable
+    def __init__(self) -> None:
+        self.messages: dict[int, OnTheWay] = {}
+        self._turns: dict[str, list[int]] = {}
+        #: value -> messages that bring it, some of which may have arrived
+        self._bringing: dict[str, list[int]] = {}
+
+    def send(self, block: int, message: OnTheWay) -> None:
+        self.messages[block] = message
+        self._turns.setdefault(message.turn, []).append(block)
+        self._bring(block, message.outs)
+
+    def due(self, needed: Collection[str], turn: str) -> list[int]:
+        """Those that bring what is needed, or whose turn it is."""
+        if not self.messages:
+            return []
+        blocks = {n for value in needed for n in self._bringing.get(value, ())}
+        blocks.update(self._turns.get(turn, ()) if turn else ())
+        return sorted(blocks & self.messages.keys())
+
+    def enter(self) -> tuple[dict[str, list[int]], int]:
+        """Go into a call, whose values have names of their own: what is on its way brings nothing that they
+        need. The result is for `leave`."""
+        before, self._bringing = self._bringing, {}
+        return before, next(reversed(self.messages), -1)
+
+    def leave(self, before: tuple[dict[str, list[int]], int], names: Mapping[str, str]) -> None:
+        """names: of values of the call, by which they are known outside."""
+        self._bringing, last = before
+        for block in takewhile(lambda n: n > last, reversed(self.messages)):
+            self._bring(block, (names[o] for o in self.messages[block].outs if o in names))
+
+    def _bring(self, block: int, values: Iterable[str]) -> None:
+        for value in values:
+            self._bringing.setdefault(value, []).append(block)
 
 
 class ScriptWriter:
@@ -82,7 +113,7 @@ class _Writing:
         self.kept = {own[0] for own in kept} if forward else set[object]()
         self.events: list[Event] = []
         self.live: dict[Hashable, None] = {}
-        self.way: list[_Sent] = []
+        self.way = _InFlight()
         #: what a call let go of before it ended
         self.gone: set[Storage] = set()
         self.blocks = count()
@@ -94,7 +125,7 @@ class _Writing:
         ahead = 0.0 if self.kind == "end" else self.transients.ahead(self.parts)
         self.make("ahead", ahead)
         for k, (number, item) in enumerate(self.items):
-            self.arrive(frozenset(uses_of(item)))
+            self.arrive(self.way.due(uses_of(item), ""))
             new = [self.storage[v] for v in item.outs]
             if isinstance(item, Call):
                 held = self.transients.freeable(self.kind, there)
@@ -109,7 +140,7 @@ class _Writing:
             for own in self.dying.get(k, ()):
                 if own not in self.gone:
                     self.drop(own[0])
-        self.arrive(all_=True)
+        self.arrive(list(self.way.messages))
         self.drop("ahead")
         return Script(tuple(self.events), tuple(self.live))
 
@@ -158,17 +189,14 @@ class _Writing:
         if taken.message is None:
             self.brief(taken.brief)
             return
-        name = ("message", next(self.blocks))
-        self.make(name, taken.message.held)
-        self.way.append(_Sent(taken.message, name))
+        block = next(self.blocks)
+        self.make(("message", block), taken.message.held)
+        self.way.send(block, taken.message)
 
-    def arrive(self, needed: Collection[str] = (), turn: str = "", *, all_: bool = False) -> None:
-        for sent in list(self.way):
-            message = sent.message
-            if all_ or (turn and message.turn == turn) or not message.outs.isdisjoint(needed):
-                self.brief(message.finish)
-                self.drop(sent.block)
-                self.way.remove(sent)
+    def arrive(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.brief(self.way.messages.pop(block).finish)
+            self.drop(("message", block))
 
     # -- a call ----------------------------------------------------------------------------------------
 
@@ -182,14 +210,12 @@ class _Writing:
         """stays: names of storages that are there when it has ended. moved: see `Transients.moved`."""
         names = self.transients.names_of(call)
         lying = frozenset(inner for inner, outer in names.items() if outer in self.transients.summed)
-        # what is on its way brings nothing that this needs
-        outer = {sent.block: sent.message.outs for sent in self.way}
-        self.way = [replace(s, message=replace(s.message, outs=frozenset())) for s in self.way]
+        outside = self.way.enter()
         new: list[Hashable] = []
         rows = self.writer.rows(call.segment, lying)
         gone = gone_after(rows, moved)
         for k, row in enumerate(rows):
-            self.arrive(row.needs, row.turn)
+            self.arrive(self.way.due(row.needs, row.turn))
             for value, size in row.makes:
                 self.make((number, value), size)
                 new.append((number, value))
@@ -207,17 +233,7 @@ class _Writing:
         for name in new:
             if name in self.live and name not in stays:
                 self.drop(name)
-        self.way = [
-            replace(s, message=replace(s.message, outs=self._outs(s, outer, names))) for s in self.way
-        ]
-
-    def _outs(
-        self, sent: _Sent, outer: Mapping[Hashable, frozenset[str]], names: Mapping[str, str]
-    ) -> frozenset[str]:
-        """What a message brings, by the names of main."""
-        if sent.block in outer:
-            return outer[sent.block]
-        return frozenset(names[o] for o in sent.message.outs if o in names)
+        self.way.leave(outside, names)
 
 
 def _names(item: Instruction) -> tuple[str, ...]:
