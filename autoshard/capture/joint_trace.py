@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.errors import CaptureError
 
+T = TypeVar("T")
 InputKind = Literal["plain", "tangent"]
 OutputKind = Literal["output", "grad", "mutation", "nothing"]
 #: value of a node's ``partitioner_tag`` if it was made while gradients were computed
@@ -72,6 +73,8 @@ _TAKEN_APART = (
     _ATEN.renorm.default,
     _ATEN.rot90.default,
 )
+#: elements of the largest tensor that is evaluated
+_MOST_VALUES = 1 << 27
 #: the arguments of a graph: those of the function, and the gradients of its outputs
 _GIVEN = re.compile(r"(primals|tangents)_\d+")
 
@@ -196,6 +199,39 @@ def depends_on_arguments(tensor: torch.Tensor) -> bool:
         seen.update(fresh)
         queue += fresh
     return False
+
+
+def evaluated(tensor: torch.Tensor, then: Callable[[torch.Tensor | None], T]) -> T:
+    """What ``then`` makes of the values of a tensor of the trace that is going on, which follow from numbers
+    alone; it is given None for a large one."""
+    tracer = recording()
+    node = _node_of(tracer, _inner(tensor)) if tracer is not None else tensor
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _disable_current_modes():
+        if tracer is not None and isinstance(node, fx.Node):
+            return then(_values(tracer, node))
+        known = not isinstance(tensor, FunctionalTensor) and not tensor.is_meta
+        return then(tensor.detach() if known else None)
+
+
+def _values(tracer: proxy_tensor.PythonKeyTracer, node: fx.Node) -> torch.Tensor | None:
+    """Of a node, by the graph up to it; outside of all modes."""
+    needed, queue = {node}, [node]
+    while queue:
+        fresh = [n for n in queue.pop().all_input_nodes if n not in needed]
+        needed.update(fresh)
+        queue += fresh
+    values: dict[fx.Node, Any] = {}
+    for each in (n for n in tracer.graph.nodes if n in needed):
+        made = each.meta.get("val")
+        if isinstance(made, torch.Tensor) and made.numel() > _MOST_VALUES:
+            return None
+        args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
+        if each.op == "get_attr":
+            values[each] = operator.attrgetter(each.target)(tracer.root)
+        else:
+            values[each] = each.target(*args, **kwargs)
+    result: torch.Tensor = values[node]
+    return result
 
 
 def recorded(

@@ -82,6 +82,7 @@ def _state_of(joint: Joint) -> StoredState:
         state.grad_mode,
         state.environment,
         local,
+        state.tables,
     )
 
 

@@ -84,8 +84,8 @@ class StoredState:
 
     graph: digest of the captured graph (`capture.python_state.captured_state.graph_digest`). attributes,
     variables: that the model's code read, by label, with their values as text; no text for an object.
-    grad_mode, environment: see `CapturedState`. local: whether the graph depends on objects that no other
-    process has, so that each has to capture it.
+    grad_mode, environment, tables: see `CapturedState`. local: whether the graph depends on objects that no
+    other process has, so that each has to capture it.
     """
 
     graph: str = ""
@@ -94,6 +94,7 @@ class StoredState:
     grad_mode: bool = False
     environment: bool = False
     local: bool = False
+    tables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from autoshard.runtime.checks.agreement import (
     parts_differ,
 )
 from autoshard.runtime.checks.call_guard import CallGuard, Captured, Inputs
+from autoshard.runtime.checks.kept_tables import check_tables
 from autoshard.runtime.checks.recapture import with_inputs
 from autoshard.runtime.groups import reduced
 from autoshard.runtime.local_batch import batch_leaves, gathered_batch, global_example
@@ -264,6 +265,7 @@ class ProgramFamily:
         self, bound: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any], step: bool
     ) -> tuple[BoundProgram, list[Any]]:
         """Keep a program that was compiled for a call."""
+        check_tables(self._stored, bound.runner.program)
         self.programs.append(bound)
         ports = bound.runner.inputs
         given = ", ".join(f"{bound.runner.input_name(p)} {p.type}" for p in ports)

@@ -22,6 +22,7 @@ from autoshard.ir.placement import layout_ok
 from autoshard.program.program import Program
 from autoshard.program.template import NotAlikeError, ProgramTemplate, template_of
 from autoshard.runtime.checks.call_guard import Captured, Inputs
+from autoshard.runtime.checks.kept_tables import check_tables
 from autoshard.runtime.compile_once import SharedConditions
 
 #: of each size, times the number of ranks, for the probes of a template: sizes are no multiples of each other
@@ -121,6 +122,8 @@ class SizedPrograms:
 
     def _compiled(self, module: nn.Module, inputs: Inputs, microbatches: int = 1) -> Program | None:
         new = self.captured.resized(module, inputs, microbatches)
+        if new is not None:
+            check_tables([self.program], new)
         return new if new is not None and _divides(new) else None
 
     def _template(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.joint_trace import depends_on_arguments, recording
+from autoshard.capture.joint_trace import depends_on_arguments, evaluated, recording
 from autoshard.capture.origins import user_line_of
 from autoshard.capture.python_state.changes import (
     Change,
@@ -22,8 +22,10 @@ from autoshard.capture.python_state.changes import (
     check_changes,
     nested,
     refuse_source,
+    tensors_of,
 )
 from autoshard.capture.python_state.code_reads import PLAIN, CodeReads
+from autoshard.capture.python_state.kept_tables import table_text
 from autoshard.capture.python_state.state_reads import (
     MISSING,
     AttributeReads,
@@ -49,8 +51,9 @@ class CapturedState:
     reads: attributes. variables: globals, closure variables. context: context variables, with labels.
     containers: whose items were read. grad_mode: whether the code asked if gradients are recorded.
     environment: whether it mentions the environment's variables. left: what a call writes into attributes
-    and does not read. constants: tensors that the graph holds copies of. graph: as it was captured, repeats
-    not expanded.
+    and does not read. constants: tensors that the graph holds copies of. tables: tensors made from numbers
+    that a call leaves for the next ones, by label (`kept_tables`). graph: as it was captured, repeats not
+    expanded.
     """
 
     reads: tuple[Read, ...] = ()
@@ -61,6 +64,7 @@ class CapturedState:
     environment: bool = False
     left: tuple[Change, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
+    tables: Mapping[str, str] = field(default_factory=dict)
     graph: Joint | None = None
 
     @cached_property
@@ -116,6 +120,8 @@ class StateWatch:
     groups: list[list[nn.Module]] = field(default_factory=list)
     #: real tensors that the graphs hold copies of
     constants: list[torch.Tensor] = field(default_factory=list)
+    #: what runs leave for the next, as text
+    tables: dict[str, str] = field(default_factory=dict)
     #: identities of the namespaces of repeated layers
     inner: frozenset[int] = frozenset()
     #: whether the code has asked if gradients are recorded
@@ -177,6 +183,9 @@ class StateWatch:
 
         try:
             self.changes = check_changes(self.state, was_read, depends_on_arguments)
+            for change in self.changes.kept:
+                for k, tensor in enumerate(tensors_of(change.after)):
+                    self.tables[f"{change.read.label}[{k}]"] = evaluated(tensor, table_text)
         finally:
             self.state.restore()
             self.attributes.first.clear()
@@ -203,6 +212,7 @@ class StateWatch:
             bool(self.code.names & {"environ", "getenv"}),
             self.changes.left,
             tuple(self.constants),
+            self.tables,
             graph,
         )
 

@@ -43,6 +43,8 @@ class PythonState:
     tables_of_modules: tuple[tuple[Any, dict[Any, Any]], ...] = ()
     #: generators of random numbers: what puts one back
     generators: tuple[Callable[[], None], ...] = ()
+    #: modules: label, attributes, names of the buffers that have a tensor
+    buffers: tuple[tuple[str, dict[str, Any], frozenset[str]], ...] = ()
 
     @classmethod
     def of(cls, objects: Mapping[int, tuple[Any, str]], code: CodeReads) -> PythonState:
@@ -61,7 +63,12 @@ class PythonState:
         modules = [value for value, _ in objects.values() if isinstance(value, nn.Module)]
         held = tuple((t, dict(t)) for m in modules for t in (*hook_tables(m), m.__dict__["_modules"]))
         variables = tuple((r, r.value) for r in code.variables)
-        return cls(tuple(tables), variables, copies, context, held, generators)
+        buffers = tuple(
+            (label, m.__dict__, frozenset(k for k, b in m._buffers.items() if b is not None))
+            for m, label in objects.values()
+            if isinstance(m, nn.Module)
+        )
+        return cls(tuple(tables), variables, copies, context, held, generators, buffers)
 
     def changed_tables(self) -> list[tuple[Any, dict[Any, Any]]]:
         """Tables to which forward has added hooks, or in which it put other modules, and what they hold."""
@@ -81,6 +88,13 @@ class PythonState:
             new = read.value
             if old is not new and not _equal(old, new):
                 yield Change(read, old, new)
+
+    def buffers_made(self) -> Iterator[Change]:
+        """Buffers that had no tensor and have one now."""
+        for label, attributes, before in self.buffers:
+            for key, buffer in attributes["_buffers"].items():
+                if buffer is not None and key not in before:
+                    yield Change(Read(attributes, key, f"{label}.{key}".lstrip(".")), MISSING, buffer)
 
     def moved(self, inner: Collection[int]) -> bool:
         """Whether anything but what stands in some namespaces has changed. inner: identities of those."""
@@ -127,10 +141,12 @@ class PythonState:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a run left changed. read: plain values that it also read before. left: what it only wrote."""
+    """What a run left changed. read: plain values that it also read before. left: what it only wrote. kept:
+    tensors made from numbers that it leaves for the next one."""
 
     read: tuple[Change, ...] = ()
     left: tuple[Change, ...] = ()
+    kept: tuple[Change, ...] = ()
     #: tables of hooks and children that it changed, and what they hold
     tables: tuple[tuple[Any, dict[Any, Any]], ...] = ()
 
@@ -142,9 +158,9 @@ def check_changes(state: PythonState, was_read: Callable[[Change], bool], depend
     call that the next call would read, and for a container whose entries changed. Constants that a forward
     stores for its next call (masks, tables) are no change of what it computes.
     """
-    read, left = [], []
-    for change in state.changes():
-        dependent = any(map(depends, _tensors(change.after)))
+    read, left, kept = [], [], []
+    for change in (*state.changes(), *state.buffers_made()):
+        dependent = any(map(depends, tensors_of(change.after)))
         if dependent and was_read(change):
             raise CaptureError(
                 f"forward keeps a tensor of its call in {change.read.label} for the next one",
@@ -156,14 +172,18 @@ def check_changes(state: PythonState, was_read: Callable[[Change], bool], depend
             read.append(change)
         elif dependent or isinstance(change.after, PLAIN):
             left.append(change if not dependent else replace(change, after=Elsewhere(change.read.label)))
+        elif tensors_of(change.after):
+            kept.append(change)
+    if not read:
+        kept = [c for c in kept if was_read(c)]
     for label, fresh in state.grown():
-        if any(x is MISSING for x in fresh) or any(any(map(depends, _tensors(x))) for x in fresh):
+        if any(x is MISSING for x in fresh) or any(any(map(depends, tensors_of(x))) for x in fresh):
             raise CaptureError(
                 f"forward or a hook of the model changes {label}",
                 why="Python runs once, while the model is captured: a program puts nothing into it",
                 hint="return what is collected from forward, or remove the hook before the capture",
             )
-    return Changes(tuple(read), tuple(left), tuple(state.changed_tables()))
+    return Changes(tuple(read), tuple(left), tuple(kept), tuple(state.changed_tables()))
 
 
 class Elsewhere:
@@ -272,7 +292,7 @@ def _items(container: Any) -> Sequence[Any]:
     return list(container.values()) if isinstance(container, dict) else list(container)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(value)
     result = [x for x in leaves if isinstance(x, torch.Tensor)]
     for leaf in leaves:
