@@ -166,13 +166,28 @@ class PlanningRequest:
         """A plan of less memory than one before: on its mesh, unless that is slower. No other mesh was faster
         with more memory."""
         if before.plan.offload == self.options.offload and before.source is not None:
-            meshes = same_as(self._candidates(before.analysis), before)
-            alike = Alternative(self.options, meshes, before.source, "less memory")
-            result = self._replanned(searches, before, alike)
+            self.progress("planning with less memory")
+            result = self._refitted(before, before.source)
+            if result is None or before.is_faster(result):
+                meshes = same_as(self._candidates(before.analysis), before)
+                alike = Alternative(self.options, meshes, before.source, "less memory on its mesh")
+                result = self._replanned(searches, before, alike)
             if result is not None and not before.is_faster(result):
                 return result
         self.progress("planning with less memory on any mesh")
         return self.planned_from(source, analysis, searches)
+
+    def _refitted(self, before: Planned, source: Source) -> Planned | None:
+        """A plan of the same configuration that holds less, None if there is none."""
+        assert before.solution is not None
+        try:
+            result = self._searched(
+                source, before.analysis, (), self.request, Searches(), before.solution, refit=before.width
+            )
+        except InfeasibleError:
+            return None
+        warnings = tuple(dict.fromkeys((*result.plan.warnings, *before.plan.warnings)))
+        return replace(result, plan=replace(result.plan, warnings=warnings))
 
     def _as_much_offloaded(self, kinds: str) -> Sequence[str]:
         """What may be in host memory where so much is; no more than that if it was asked for."""
@@ -322,6 +337,7 @@ class PlanningRequest:
         request: SearchRequest,
         searches: Searches,
         among: CandidateSolution | None = None,
+        refit: float = 0.0,
     ) -> Planned:
         planned = plan_analysed(
             analysis,
@@ -336,6 +352,7 @@ class PlanningRequest:
             progress=self.progress,
             among=among,
             searches=searches,
+            refit=refit,
         )
         return replace(
             planned,
@@ -405,6 +422,7 @@ def plan_analysed(
     reasons: bool = True,
     among: CandidateSolution | None = None,
     searches: Searches | None = None,
+    refit: float = 0.0,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
@@ -412,7 +430,8 @@ def plan_analysed(
     schedule of a pipeline is decided.
     offload: what lives in host memory, for which the cluster must know its host. reasons: False
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
-    a search over more meshes found, if these are what it led to. searches: before this one.
+    a search over more meshes found, if these are what it led to. searches: before this one. refit: where that
+    solution is only to fit, how many times the memory it was searched with, else 0.
     """
     request = request or SearchRequest()
     request = replace(request, budget=memory, recipe=without_tables(request.recipe, analysis.folded))
@@ -421,7 +440,10 @@ def plan_analysed(
 
     fitter = MemoryFitter(analysis, cluster, request, fixed=fixed, progress=say, offload=offload)
     searches = searches or Searches()
-    solution, width = _chosen(analysis, meshes, cluster, request, say, fitter, searches, tuple(widths))
+    if among is not None and refit:
+        solution, width = among, refit
+    else:
+        solution, width = _chosen(analysis, meshes, cluster, request, say, fitter, searches, tuple(widths))
     fitted = fitter.fitted(solution)
     solution, staging = fitted.solution, fitted.staging
     if among is not None:
