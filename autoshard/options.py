@@ -67,6 +67,12 @@ class PlanOptions:
         "[default: as many as are faster, where experts are exchanged]",
         least=1,
     )
+    replicate_experts: str = option(
+        "",
+        "experts of each layer that every rank computes for its own tokens; of a file of counts, the N that "
+        "are chosen most often [default: none]",
+        metavar="COUNTS.json:N|3,17;0,5",
+    )
     recompute: bool = option(True, "whether activations may be recomputed in backward")
     pins: tuple[str, ...] = option(
         (), "decide a tensor's placement; may be repeated", flag="--pin", metavar="GLOB=tp:S(0)"

@@ -48,6 +48,7 @@ from autoshard.passes.simplify.decompose import decompose
 from autoshard.passes.simplify.fold_repeats import fold_repeats
 from autoshard.passes.simplify.narrow_parameters import narrow_parameters
 from autoshard.passes.simplify.normalize import normalize
+from autoshard.passes.simplify.replicate_experts import replicate_experts
 from autoshard.passes.simplify.scale_terms import scale_terms
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.passes.stages.cut_pipeline import cut_pipeline
@@ -275,6 +276,12 @@ SIMPLIFYING = (
     ),
     _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
     _pass(
+        "replicate_experts",
+        lambda folded, c: replicate_experts(folded, c.replicated),
+        lambda c: bool(c.replicated),
+        needs="segments",
+    ),
+    _pass(
         "chunk_experts",
         lambda folded, c: chunk_experts(folded, c.expert_chunks),
         lambda c: c.expert_chunks > 1,
@@ -441,13 +448,15 @@ class Simplifying:
     """What the passes before the search are asked for.
 
     rows: tokens of a tile on a rank, 0 for no tiles. rules: of all ops. products: which are cast, None: none.
-    expert_chunks: in which tokens of experts are exchanged.
+    expert_chunks: in which tokens of experts are exchanged. replicated: experts of each layer, or of all
+    layers, that every rank computes.
     """
 
     rows: int = 0
     rules: Mapping[str, RuleFn] = field(default_factory=dict)
     products: ProductCasts | None = None
     expert_chunks: int = 1
+    replicated: tuple[tuple[int, ...], ...] = ()
 
 
 def simplify(joint: Joint, watch: Watch | None = None, how: Simplifying | None = None) -> Folded:

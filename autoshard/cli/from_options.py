@@ -6,11 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from autoshard.cli.output import memory_of, reporting
+from autoshard.errors import UsageError
+from autoshard.ir.routing import most_chosen
 from autoshard.options import PassOptions, PlanOptions, visible_fields
 
 _KINDS = (PlanOptions, PassOptions)
@@ -68,6 +71,18 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
 
 
 def _value(field: Field[Any], given: Any) -> Any:
+    if field.name == "replicate_experts" and ":" in given:
+        return _most_chosen(given)
     if "unit" in field.metadata:
         return memory_of(given)
     return tuple(given or ()) if str(field.type).startswith("tuple") else given
+
+
+def _most_chosen(text: str) -> str:
+    """Experts that are chosen most often, of ``COUNTS.json:N``."""
+    from autoshard.report.routing import counts_of
+
+    path, _, number = text.rpartition(":")
+    if not number.isdigit() or number == "0":
+        raise UsageError(f"{number!r} is no number of experts", where=text, hint="COUNTS.json:4")
+    return most_chosen(counts_of(Path(path)), int(number))

@@ -352,6 +352,8 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
         yield "zero", stages
     rows = (f"{r.policy} for {r.calls} of {r.total_calls} {r.segment}" for r in summary.recompute)
     yield "recompute", ", ".join(rows) or "nothing"
+    if summary.replicated_experts:
+        yield "experts", f"{summary.replicated_experts} of a layer computed on every rank for its own tokens"
     if summary.expert_chunks > 1:
         yield "experts", f"tokens exchanged in {summary.expert_chunks} chunks, each beside another's products"
     step = summary.step

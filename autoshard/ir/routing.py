@@ -22,12 +22,15 @@ class Routing:
     many. ordered: whether that is the order of the model's experts; else counts say how unlike they are, and
     loads are averages over placements. worst: every token chooses experts of one rank. round_robin: tokens
     choose experts in turn, so that those of a token follow each other, as gates do that force balance.
+    replicas: per layer, or in one row for all, experts that every rank computes for its own tokens; slots of
+    these are counted apart (`of_replicas`).
     """
 
     layers: tuple[tuple[float, ...], ...] = ()
     ordered: bool = True
     worst: bool = False
     round_robin: bool = False
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     def owners(self, chosen: int, experts: int, ways: int) -> float:
         """Among how many of ``ways`` equal parts the experts of a token are on average, if all parts had as
@@ -49,11 +52,33 @@ class Routing:
 
         chosen: experts of a token. Raises UsageError if there are counts of another number of experts.
         """
+        if self.replicas and self.layers:
+            return self._beside_replicas(experts, ways)
         if ways == 1:
             return 1.0
         if self.worst:
             return ways * min(chosen, -(-experts // ways)) / chosen
         return mean(self._load(counts, experts, ways) for counts in self.layers) if self.layers else 1.0
+
+    def _with_replicas(self) -> list[tuple[tuple[float, ...], tuple[int, ...]]]:
+        """Per layer its counts and its replicas."""
+        layers, rows = self.layers, self.replicas
+        if len(layers) > 1 < len(rows) != len(layers):
+            raise UsageError(f"the routing has {len(layers)} layers, and the model {len(rows)}")
+        number = max(len(layers), len(rows))
+        return [(layers[k % len(layers)], rows[k % len(rows)]) for k in range(number)]
+
+    def _beside_replicas(self, experts: int, ways: int) -> float:
+        """Load with replicas, of their slots or of those of others."""
+        loads = []
+        for counts, row in self._with_replicas():
+            near = [counts[e] for e in row if e < len(counts)]
+            if experts == (len(row) + 1) * len(counts):
+                loads.append(fullest(near, ways) * sum(near) / sum(counts) * len(counts) / len(row))
+            else:
+                far = [0.0 if e in row else n for e, n in enumerate(counts)]
+                loads.append(self._load(tuple(far), experts, ways) * sum(far) / sum(counts))
+        return mean(loads)
 
     def _load(self, counts: tuple[float, ...], experts: int, ways: int) -> float:
         if len(counts) != experts:
@@ -65,11 +90,35 @@ class Routing:
 
     def fullest_layer(self, ways: int) -> Routing:
         """That of the layer with the fullest of ``ways`` parts alone."""
-        layers = self.layers and (max(self.layers, key=lambda counts: fullest(counts, ways)),)
-        return replace(self, layers=layers)
+        if not self.layers:
+            return self
+        if not self.replicas:
+            return replace(self, layers=(max(self.layers, key=lambda counts: fullest(counts, ways)),))
+        alone = [replace(self, layers=(c,), replicas=(row,)) for c, row in self._with_replicas()]
+        return max(alone, key=lambda layer: layer.load(1, len(layer.layers[0]), ways))
 
 
 EVEN = Routing()
+
+
+def of_replicas(chosen: int, experts: int, replicas: int) -> tuple[int, int]:
+    """What `TensorType.filled` is of slots of so many replicated experts, that of all slots being (chosen,
+    experts): the same share, told apart by its terms."""
+    return chosen * (replicas + 1), experts * (replicas + 1)
+
+
+def parse_replicas(text: str) -> tuple[tuple[int, ...], ...]:
+    """Experts of each layer from ``3,17;0,5``; one row is for all layers. Raises UsageError."""
+    try:
+        return tuple(tuple(map(int, row.split(","))) for row in text.split(";")) if text else ()
+    except ValueError:
+        raise UsageError(f"{text!r} are no experts of layers", hint="3,17;0,5, or COUNTS.json:2") from None
+
+
+def most_chosen(layers: Sequence[Sequence[float]], number: int) -> str:
+    """The experts that are chosen most often, as `parse_replicas` takes them. layers: tokens of experts."""
+    rows = (sorted(sorted(range(len(c)), key=lambda e: (-c[e], e))[:number]) for c in layers)
+    return ";".join(",".join(map(str, row)) for row in rows)
 
 
 def zipf(exponent: float, experts: int) -> tuple[float, ...]:

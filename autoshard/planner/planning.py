@@ -363,6 +363,7 @@ class PlanningRequest:
                 tile_rows=source.tile_rows,
                 products=source.products,
                 expert_chunks=source.expert_chunks,
+                replicate_experts=source.replicate_experts,
                 differentiate=source.differentiate,
             ),
         )

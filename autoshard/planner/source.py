@@ -29,6 +29,7 @@ def options_of(plan: Plan) -> PlanOptions:
         tile_rows=plan.tile_rows or None,
         products=plan.products,
         expert_chunks=plan.expert_chunks,
+        replicate_experts=plan.replicate_experts,
     )
 
 
@@ -39,7 +40,7 @@ class Source:
     differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
     layers that differ in them are planned each for itself. precision: to compute in, "" for the model's.
     tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`). products,
-    expert_chunks: see `PlanOptions`.
+    expert_chunks, replicate_experts: see `PlanOptions`.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Source:
     tile_rows: int = 0
     products: str = ""
     expert_chunks: int = 1
+    replicate_experts: str = ""
 
     @staticmethod
     def of_options(
@@ -70,6 +72,7 @@ class Source:
             tile_rows=options.tile_rows or 0,
             products=options.products,
             expert_chunks=options.expert_chunks or 1,
+            replicate_experts=options.replicate_experts,
         )
 
     @staticmethod
@@ -105,6 +108,7 @@ class Source:
             tile_rows=self.tile_rows,
             products=self.products,
             expert_chunks=self.expert_chunks,
+            replicate_experts=self.replicate_experts,
         )
 
     def with_batch(self, analysis: Analysis, batch: int) -> Source:

@@ -12,8 +12,9 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir.experts import owner_ways
-from autoshard.ir.routing import EVEN, Routing, placed_by_load, zipf
+from autoshard.ir.routing import EVEN, Routing, parse_replicas, placed_by_load, zipf
 from autoshard.program.program import Program
+from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.simulate.behaviour import behaviour_on
 from autoshard.simulate.op_work import product_of
 from autoshard.simulate.step import StepEstimate, estimate_step
@@ -53,16 +54,17 @@ def routed_steps(
     """The step for each of some routings, after that of even routing.
 
     even: the step of the program as it is simulated otherwise. words: ``worst``, ``zipf=1.2`` or files of
-    counts. For counts there is another one with experts placed by load. moves: experts of a layer that may be
-    moved for that. Raises UsageError for a program without experts that ranks divide, and for what is no
-    routing.
+    counts. For counts there is another one with experts placed by load, if none are replicated. moves:
+    experts of a layer that may be moved for that. Raises UsageError for a program without experts that ranks
+    divide, and for what is no routing.
     """
     experts = _experts_of(program)
+    replicas = parse_replicas(plan_from_json(program.plan).replicate_experts) if program.plan else ()
     result = [RoutedStep("even", 1.0, even.seconds, even.fullest.peak)]
     for word in words:
-        routing = _routing(word, experts)
+        routing = replace(_routing(word, experts), replicas=replicas)
         result.append(_step(program, cluster, experts, word, routing))
-        if routing.ordered and routing.layers:
+        if routing.ordered and routing.layers and not replicas:
             orders = tuple(placed_by_load(counts, experts.ways, moves) for counts in routing.layers)
             pairs = zip(routing.layers, orders, strict=True)
             placed = replace(routing, layers=tuple(tuple(c[e] for e in order) for c, order in pairs))
@@ -87,7 +89,7 @@ def _step(program: Program, cluster: Cluster, experts: _Experts, name: str, rout
 
 
 def _experts_of(program: Program) -> _Experts:
-    sizes = Mesh.parse(program.mesh).sizes
+    sizes, all_ = Mesh.parse(program.mesh).sizes, list[_Experts]()
     for segment in program.lowered.segments.values():
         for node in segment.graph.nodes:
             if product_of(node).op in _ROUTES:
@@ -95,7 +97,9 @@ def _experts_of(program: Program) -> _Experts:
                 assert placed.type.filled is not None
                 ways = owner_ways(placed.layout, sizes)
                 if ways > 1:
-                    return _Experts(*placed.type.filled, ways)
+                    all_.append(_Experts(*placed.type.filled, ways))
+    if all_:
+        return min(all_, key=lambda e: e.count)  # of replicas there are said to be more
     raise UsageError(
         "no ranks of this program have unlike experts", why="then all have as many tokens, whatever is chosen"
     )
@@ -116,10 +120,11 @@ def _routing(word: str, experts: _Experts) -> Routing:
             raise UsageError(
                 f"{number!r} is no exponent", where=f"routing {word!r}", hint="zipf=1.2"
             ) from None
-    return Routing(_counts(Path(word)))
+    return Routing(counts_of(Path(word)))
 
 
-def _counts(path: Path) -> tuple[tuple[float, ...], ...]:
+def counts_of(path: Path) -> tuple[tuple[float, ...], ...]:
+    """Tokens of each expert by layer, from a JSON file. Raises UsageError."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

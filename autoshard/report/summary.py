@@ -13,6 +13,7 @@ from autoshard.ir import DTYPES
 from autoshard.ir.flow import PortClass
 from autoshard.ir.local_bytes import held_bytes
 from autoshard.ir.placement import Layout, Shard, is_even
+from autoshard.ir.routing import parse_replicas
 from autoshard.ir.units import seconds_text
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.memory_fit import Peak
@@ -171,7 +172,7 @@ class PlanSummary:
 
     budget_bytes: None without a limit. dual_bound, gap: over all configurations, the gap that of the
     seconds, with stages as they are cut; configuration_bound, configuration_gap: of the chosen mesh and
-    microbatches, before stages are cut. expert_chunks: see `Plan`.
+    microbatches, before stages are cut. expert_chunks: see `Plan`. replicated_experts: of a layer.
     """
 
     mesh: str
@@ -213,6 +214,7 @@ class PlanSummary:
     #: what a process takes of its device; None where that was not simulated
     device: DeviceMemory | None = None
     expert_chunks: int = 1
+    replicated_experts: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -289,6 +291,7 @@ def summarise(
         None if peak is None else peak.step,
         device,
         plan.expert_chunks,
+        len(parse_replicas(plan.replicate_experts)[0]) if plan.replicate_experts else 0,
     )
 
 

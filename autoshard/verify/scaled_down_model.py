@@ -135,6 +135,7 @@ def _planned(
             global_batch=batch,
             products=big.products,
             expert_chunks=big.expert_chunks,
+            replicate_experts="0" if big.replicate_experts else "",
             progress=say,
         )
     return make_plan(
@@ -148,6 +149,7 @@ def _planned(
         microbatches=microbatches,
         products=big.products,
         expert_chunks=big.expert_chunks,
+        replicate_experts="0" if big.replicate_experts else "",
         progress=say,
     )
 
@@ -159,6 +161,8 @@ def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tu
         kept.append(f"schedule {big.pipeline.schedule}")
     if big.products:
         kept.append(f"products in {big.products}")
+    if big.replicate_experts:
+        kept.append("an expert of each layer on every rank")
     if big.expert_chunks > 1:
         kept.append(f"tokens of experts in {big.expert_chunks} chunks")
     plain = compile_analysed(replace(planned, plan=replace(plan, recompute={})))

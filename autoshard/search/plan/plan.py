@@ -125,8 +125,9 @@ class Plan:
     to those of the full batch; "" where that is the graph the plan is for. precision: in which the model
     computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
     (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`). expert_chunks: in
-    which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`). differentiate:
-    of which outputs there are gradients (`PlanOptions.differentiate`).
+    which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`).
+    replicate_experts: see `PlanOptions`. differentiate: of which outputs there are gradients
+    (`PlanOptions.differentiate`).
     """
 
     mesh: str
@@ -154,6 +155,7 @@ class Plan:
     tile_rows: int = 0
     products: str = ""
     expert_chunks: int = 1
+    replicate_experts: str = ""
     differentiate: str = "auto"
 
     @property

@@ -50,6 +50,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     tile_rows: int = 0
     products: str = ""
     expert_chunks: int = 1
+    replicate_experts: str = ""
     differentiate: str = "auto"
     optimality: OptimalityGap
 
