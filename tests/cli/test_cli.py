@@ -267,7 +267,7 @@ def test_inspect_one_rank(invoke: Invoke, program: str) -> None:
 
 
 def test_inspect_after_a_pass(invoke: Invoke, program: str) -> None:
-    assert invoke("inspect", program, "--after", "normalize").stdout.startswith("# autoshard | after 04_")
+    assert invoke("inspect", program, "--after", "normalize").stdout.startswith("# autoshard | after 05_")
     found = document(invoke("inspect", program, "--after", NUMBERED["bucket"], "--json"))
     assert found["after"] == NUMBERED["bucket"] and "dp:S(0)" in found["text"]
     name = document(invoke("inspect", program, "--json"))["segments"][0]["name"]

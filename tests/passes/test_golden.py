@@ -68,6 +68,7 @@ ELSEWHERE = {
     "quantize_norms": "passes/test_quantized_activations.py",
     "overlap_grad_reduce": "passes/test_overlap_grad_reduce.py",
     "offload": "passes/test_offload.py",
+    "replicate_experts": "passes/test_replicate_experts.py",
     "chunk_experts": "passes/test_chunk_experts.py",
     "tile_rows": "passes/test_tile_rows.py",
 }
