@@ -54,11 +54,14 @@ def adamw_shard(
 ) -> None:
     """One step, in place: param, exp_avg, exp_avg_sq (fp32, of one shape), and param in the type of ``copy``.
 
+    Elements of ``copy`` that are not those of param in its type were changed by others, and are taken.
     grad: of any floating type. factor: one number that the gradient is multiplied by. step: from 1.
 
     Raises UsageError unless what is changed lies in one piece.
     """
     check_state(param, exp_avg, exp_avg_sq, copy)
+    if copy is not None:
+        param.copy_(torch.where(param.to(copy.dtype) == copy, param, copy.to(param.dtype)))
     g = grad.to(param.dtype) * factor
     one, two = corrections(beta1, beta2, step)
     param.mul_(1 - lr * weight_decay)
@@ -95,9 +98,12 @@ _RATES = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3)
 def _state(
     g: Generator, n: int, dtype: torch.dtype, device: torch.device, grad: torch.dtype
 ) -> tuple[Any, ...]:
-    param, avg = (normal(g, (n,), torch.float32, device) for _ in range(2))
+    avg = normal(g, (n,), torch.float32, device)
     square = normal(g, (n,), torch.float32, device).square_()
-    copy = torch.zeros(n, dtype=dtype, device=device)
+    # numbers of the copy's type, some of which others have changed since
+    copy = normal(g, (n,), dtype, device)
+    param = copy.float()
+    copy[: n // 4] += 1.0
     factor = torch.full((), 0.25, device=device)
     return param, avg, square, copy, normal(g, (n,), grad, device), factor, *_RATES
 
@@ -123,10 +129,9 @@ def _large_squares(g: Generator, dtype: torch.dtype, device: torch.device) -> It
 
 
 def _adamw_cost(ins: Sequence[Operand], outs: Sequence[Operand]) -> Cost:
-    """Everything but the copy is read, everything but gradient and factor is written."""
-    *state, grad, factor = ins
-    read = sum(x.nbytes for x in (*state[:3], grad, factor))
-    return Cost(read, sum(x.nbytes for x in state), 12.0 * grad.numel)
+    """Everything is read, everything but gradient and factor is written."""
+    *state, _, _ = ins
+    return Cost(sum(x.nbytes for x in ins), sum(x.nbytes for x in state), 12.0 * ins[0].numel)
 
 
 def _squares_cost(ins: Sequence[Operand], outs: Sequence[Operand]) -> Cost:

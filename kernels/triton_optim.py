@@ -43,7 +43,11 @@ def _adamw(  # type: ignore[no-untyped-def]
     g = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32) * tl.load(factor_ptr)
     avg = beta1 * tl.load(avg_ptr + at, mask=mask, other=0.0) + rest1 * g
     square = beta2 * tl.load(square_ptr + at, mask=mask, other=0.0) + rest2 * g * g
-    param = tl.load(param_ptr + at, mask=mask, other=0.0) * keep
+    param = tl.load(param_ptr + at, mask=mask, other=0.0)
+    if COPY:
+        held = tl.load(copy_ptr + at, mask=mask, other=0.0)
+        param = tl.where(to_out(param, copy_ptr.dtype.element_ty) == held, param, held.to(tl.float32))
+    param *= keep
     param -= rate * (avg / (tl.sqrt_rn(square) / root + eps))
     tl.store(param_ptr + at, param, mask=mask)
     tl.store(avg_ptr + at, avg, mask=mask)

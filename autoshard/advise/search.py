@@ -23,6 +23,7 @@ from autoshard.advise.tool_config import ToolConfig
 from autoshard.advise.tools import Tool
 from autoshard.advise.work import Work
 from autoshard.errors import InfeasibleError
+from autoshard.ir.units import bytes_text
 from autoshard.validate.counted import fits
 
 #: bytes that every parameter has at least, in the precision that tools train in: itself, gradient, state
@@ -126,7 +127,7 @@ class _Search:
             nothing = "the state of training alone is larger, or no degrees divide the work"
             raise InfeasibleError(
                 f"no configuration of {self.tool.title} fits",
-                where=f"{self.work.target} on {self.work.gpus} devices of {self.work.memory / 2**30:.0f} GiB",
+                where=f"{self.work.target} on {self.work.gpus} devices of {bytes_text(self.work.memory)}",
                 why=f"{least.choice} holds {least.peak / 2**30:.1f} GiB"
                 if least
                 else next(iter(self.refused), nothing),

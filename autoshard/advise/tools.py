@@ -89,7 +89,5 @@ def tool_named(name: str) -> Tool:
     """Raises UsageError for an unknown name."""
     known = tools()
     if name not in known:
-        raise UsageError(
-            f"there is no tool {name!r}", why=f"known: {', '.join(known)}", hint=nearest(name, known)
-        )
+        raise UsageError(f"there is no tool {name!r}", hint=nearest(name, known))
     return known[name]

@@ -72,7 +72,10 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> Any:
     from transformers.models.auto import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
-    entries = {**json.loads(file.read_text(), object_hook=_number), **overrides}
+    read = json.loads(file.read_text(), object_hook=_number)
+    if not isinstance(read, dict):
+        raise UsageError(f"a config is a {type(read).__name__}", where=str(file), hint="give a JSON object")
+    entries = {**read, **overrides}
     kind = entries.pop("model_type", None)
     if kind is None:
         raise UsageError("the config has no model_type", where=str(file), hint='add "model_type": "llama"')

@@ -86,7 +86,8 @@ def parse_lengths(text: str) -> tuple[LengthShare, ...]:
         except ValueError:
             result = 0, 0.0
         if result[0] < 1 or not 0 < result[1] < float("inf") or result[0] in shares:
-            raise UsageError(f"lengths have {part!r}", hint="write LENGTH:SHARE, as in 512:0.7,4096:0.3")
+            what = f"{part!r}, a length that is there before" if result[0] in shares else repr(part)
+            raise UsageError(f"lengths have {what}", hint="write LENGTH:SHARE, as in 512:0.7,4096:0.3")
         shares[result[0]] = result[1]
     total = sum(shares.values())
     if not shares:

@@ -19,6 +19,9 @@ from autoshard.capture.precision import MixedPrecision
 from autoshard.capture.python_state.code_reads import PLAIN
 from autoshard.errors import UsageError
 from autoshard.runtime.checks.assigned_data import check_data
+from autoshard.runtime.fingerprint import fingerprint
+from autoshard.runtime.groups import reduced
+from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.outputs import Rows, mean_over
 from autoshard.runtime.said import say_once
 
@@ -43,8 +46,8 @@ class EagerCalls:
         self._said: set[str] = set()
         self._slots: list[_Slot] = []
         self._random: Any = None
-        #: without gradients: parameter -> its version, the gathered tensor
-        self._kept: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+        #: without gradients: parameter -> fingerprint of what this rank has of it, the gathered tensor
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def running(self) -> bool:
@@ -124,6 +127,7 @@ class EagerCalls:
                 hint="call the model",
             )
         known: dict[int, torch.Tensor] = {}
+        self._forget_changed(module)
         for each in module.modules():
             for key, parameter in each._parameters.items():
                 if isinstance(parameter, DTensor):
@@ -148,11 +152,21 @@ class EagerCalls:
     def _global(self, parameter: DTensor) -> torch.Tensor:
         if torch.is_grad_enabled() and parameter.requires_grad:
             return _Gathered.apply(parameter, self.batch_axes)
-        version = parameter._version, parameter.to_local()._version
-        kept = self._kept.get(id(parameter))
-        if kept is None or kept[0] != version:
-            kept = self._kept[id(parameter)] = version, _full(parameter)
-        return kept[1]
+        if id(parameter) not in self._kept:
+            self._kept[id(parameter)] = fingerprint(local(parameter)), _full(parameter)
+        return self._kept[id(parameter)][1]
+
+    def _forget_changed(self, module: nn.Module) -> None:
+        """Let go of what is kept of a module if a rank has other values of its parameters; collective."""
+        given = [p for p in module.parameters() if isinstance(p, DTensor) and id(p) in self._kept]
+        if not given:
+            return
+        changed = [self._kept[id(p)][0] != fingerprint(local(p)) for p in given]
+        mesh = given[0].device_mesh
+        flag = torch.stack(changed).any().to(mesh.device_type, torch.int64)
+        if reduced([mesh.get_group(axis) for axis in range(mesh.ndim)], flag, "max"):
+            for p in given:
+                del self._kept[id(p)]
 
 
 def _full(parameter: DTensor) -> torch.Tensor:

@@ -103,8 +103,8 @@ class ProgramFamily:
         self.built: WeightHashes | None = built
         self.local_batch, self.bind = local_batch, bind
         self.parts: bool | None = None
-        #: versions of tensors that got memory without values, by name, until the first call
-        self.unwritten: Mapping[str, int] = {}
+        #: what tensors that got memory without values were then, by name, until the first call
+        self.unwritten: Mapping[str, object] = {}
         #: parameters of a pipeline that were frozen and are trained on some rank
         self.unfrozen: frozenset[str] = frozenset()
         #: whether the model was on the meta device, and was given values

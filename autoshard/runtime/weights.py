@@ -14,6 +14,7 @@ from autoshard.errors import UsageError
 from autoshard.ir.joint import Port
 from autoshard.ir.placement import local_shape
 from autoshard.runtime.checks.agreement import any_rank, hash_of
+from autoshard.runtime.fingerprint import fingerprint
 from autoshard.runtime.groups import all_equal
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks, local
@@ -61,9 +62,9 @@ def ports_of(module: nn.Module) -> dict[torch.Tensor, tuple[Runner, Port]]:
 
 def check_written(module: nn.Module) -> None:
     """UsageError if a parameter or a buffer has no values yet."""
-    before: Mapping[str, int] = module._autoshard_family.unwritten  # type: ignore[union-attr, assignment]
+    before: Mapping[str, object] = module._autoshard_family.unwritten  # type: ignore[union-attr, assignment]
     for name, x in _Table(module).tensors.items():
-        if x.is_meta or before.get(name) == _writes(x):
+        if x.is_meta or (name in before and before[name] == _writes(x)):
             raise UsageError(
                 f"{name} has no values",
                 why="the model was built on the meta device, and nothing was loaded into it",
@@ -97,8 +98,10 @@ def check_replicas(module: nn.Module) -> None:
         )
 
 
-def _writes(x: torch.Tensor) -> int:
-    return x._version + local(x)._version if isinstance(x, DTensor) else x._version
+def _writes(x: torch.Tensor) -> tuple[int, int]:
+    """Another pair after whatever is written."""
+    version = x._version + local(x)._version if isinstance(x, DTensor) else x._version
+    return version, int(fingerprint(local(x)))
 
 
 def _empty_part(runner: Runner, port: Port) -> torch.Tensor:

@@ -120,6 +120,45 @@ def test_a_changed_parameter_is_taken_over() -> None:
     assert (_whole(optimizer.state[p]["master"]) - 4).abs().max() < 0.1
 
 
+def test_elements_that_others_change_are_taken_over_and_others_keep_their_master() -> None:
+    """Whatever versions say: through ``.data``; and bits that come back leave the masters as they are."""
+    (p,) = _parameters(torch.bfloat16, True)[:1]
+    optimizer = autoshard.AdamW([p], lr=1e-4, weight_decay=0.0, master=True)
+    for step in range(3):
+        _give_gradients([p], step)
+        optimizer.step()
+    before = _whole(optimizer.state[p]["master"]).clone()
+    own = _whole(p)
+    assert not torch.equal(before, own.float())
+    with torch.no_grad():
+        p.copy_(p.clone())  # raises the version alone
+    own.data[0].fill_(4.0)  # raises none
+    _give_gradients([p], 3)
+    optimizer.step()
+    after = _whole(optimizer.state[p]["master"])
+    assert (after[0] - 4).abs().max() < 2e-4
+    # a step is 1e-4 at most, three of them had been rounded away
+    assert (after[1:] - before[1:]).abs().max() < 1.5e-4
+    assert (before[1:] - own[1:].float()).abs().max() > 2.5e-4
+
+
+def test_states_of_another_optimizer_get_masters() -> None:
+    ours, theirs = _parameters(torch.bfloat16, True), _parameters(torch.bfloat16, True)
+    one, two = autoshard.AdamW(ours, **RATES, master=True), torch.optim.AdamW(theirs, **RATES)
+    _give_gradients(theirs, 0)
+    two.step()
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    one.load_state_dict(deepcopy(two.state_dict()))
+    _give_gradients(ours, 1)
+    one.step()
+    for p, q in zip(ours, theirs, strict=True):
+        state = one.state[p]
+        assert {_whole(state[k]).dtype for k in ("master", "exp_avg", "exp_avg_sq")} == {torch.float32}
+        assert int(state["step"]) == 2 and not torch.equal(_whole(p), _whole(q))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_goes_through_a_state_dict(dtype: torch.dtype) -> None:
     master = dtype != torch.float32

@@ -168,5 +168,8 @@ def test_states_are_those_of_torch() -> None:
 def test_vectors_and_unknown_scales_are_refused() -> None:
     with pytest.raises(autoshard.UsageError, match="shape \\[4\\]"):
         autoshard.Muon([nn.Parameter(torch.ones(4))])
+    with pytest.raises(autoshard.UsageError, match="shape \\[5\\]"):
+        matrix = autoshard.Muon([nn.Parameter(torch.ones(4, 4))])
+        matrix.add_param_group({"params": nn.Parameter(torch.ones(5))})
     with pytest.raises(autoshard.UsageError, match="match_rms"):
         autoshard.Muon([nn.Parameter(torch.ones(4, 4))], adjust_lr_fn="match_rms")

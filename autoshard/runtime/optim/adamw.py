@@ -50,8 +50,6 @@ class AdamW(torch.optim.AdamW):
             )
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.clip_norm, self.master = clip_norm, master
-        #: parameter -> its versions when it was equal to its master copy last
-        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,6 +66,8 @@ class AdamW(torch.optim.AdamW):
             for p in given:
                 if not self.state[p]:
                     self._begin(p)
+                elif self._is_wide(p) and "master" not in self.state[p]:
+                    self._widen(p)  # of another optimizer
             plain = []
             for p in given:
                 if "master" in self.state[p] or p.grad.dtype != p.dtype:
@@ -79,31 +79,39 @@ class AdamW(torch.optim.AdamW):
 
     def _begin(self, p: torch.Tensor) -> None:
         own, state = local(p), self.state[p]
-        kind = torch.float32 if self.master and p.dtype in _HALF else p.dtype
+        kind = torch.float32 if self._is_wide(p) else p.dtype
         # where what counts it needs it: torch's fused step on the device, ours as a number
         state["step"] = torch.zeros((), device=own.device if kind == p.dtype else "cpu")
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = dtensor_as(p, torch.zeros_like(own, dtype=kind))
         if kind != p.dtype:
             state["master"] = dtensor_as(p, own.to(kind))
-            self._versions[p] = _versions(p)
+
+    def _is_wide(self, p: torch.Tensor) -> bool:
+        return self.master and p.dtype in _HALF
+
+    def _widen(self, p: torch.Tensor) -> None:
+        """Float32 copies of a parameter and of moments that were kept in its type."""
+        state = self.state[p]
+        state["step"] = state["step"].cpu()
+        for name, x in (("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"]), ("master", p)):
+            state[name] = dtensor_as(p, local(x).to(torch.float32))
 
     def _step_wide(self, p: torch.Tensor, group: Mapping[str, Any], scale: torch.Tensor | None) -> None:
-        """In float32, by the kernel; p is its copy."""
+        """In float32, by the kernel; p is its copy, whose elements count where somebody has changed them."""
         state, own = self.state[p], local(p)
-        if "master" in state and self._versions.get(p) != _versions(p):
-            local(state["master"]).copy_(own)  # somebody else has changed the parameter
         state["step"] += 1
         assert p.grad is not None
         grad = local(p.grad)
         factor = (
-            torch.ones((), dtype=torch.float32, device=own.device) if scale is None else scale.to(own.device)
+            torch.ones((), dtype=torch.float32, device=own.device)
+            if scale is None
+            else scale.to(own.device, torch.float32)
         )
         moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
         updated, copy = (local(state["master"]), own) if "master" in state else (own, None)
         rates = float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], int(state["step"])
         torch.ops.autoshard.adamw_shard(updated, *moments, copy, grad.contiguous(), factor, *rates)
-        self._versions[p] = _versions(p)
 
     def _step_plain(
         self,
@@ -132,7 +140,7 @@ class AdamW(torch.optim.AdamW):
             [],
             [self.state[p]["step"] for p in given],
             fused=True,
-            grad_scale=None if scale is None else scale.reciprocal().to(params[0].device),
+            grad_scale=None if scale is None else scale.reciprocal().to(params[0].device, torch.float32),
             amsgrad=False,
             maximize=False,
             beta1=beta1,
@@ -144,7 +152,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """After the parameters of the model were loaded. Float32 state stays float32."""
+        """Before or after the parameters of the model are loaded. Float32 state stays float32."""
         super().load_state_dict(state_dict)
         numbers = [k for group in state_dict["param_groups"] for k in group["params"]]
         own = list(parameters_in(self))
@@ -158,12 +166,6 @@ class AdamW(torch.optim.AdamW):
             for name in _WIDE:
                 kept = local(given[name]).to(local(p).device, torch.float32, copy=True)
                 state[name] = dtensor_as(p, kept)
-            self._versions[p] = _versions(p)
-
-
-def _versions(p: torch.Tensor) -> tuple[int, int]:
-    """How often a parameter was changed in place, as a whole and as what this rank holds of it."""
-    return p._version, local(p)._version
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

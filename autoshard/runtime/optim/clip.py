@@ -34,9 +34,9 @@ def clip_grad_norm_(
     part (each rank must then pass at least one of its parameters). One all-reduce of a few numbers per mesh
     axis that splits anything.
 
-    Returns the norm before clipping, a float32 scalar that is the same on every rank; 0 if nothing has a
-    gradient. Raises UsageError for a ``norm_type`` that is not positive or a gradient that is a partial sum,
-    RuntimeError (only with ``error_if_nonfinite``) if the norm is not finite.
+    Returns the norm before clipping, a scalar that is the same on every rank, float64 if all parameters are,
+    else float32; 0 if nothing has a gradient. Raises UsageError for a ``norm_type`` that is not positive or a
+    gradient that is a partial sum, RuntimeError (only with ``error_if_nonfinite``) if the norm is not finite.
     """
     total, locals_ = grad_norm(parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -69,14 +69,15 @@ def grad_norm(
     locals_ = [g for members in groups.values() for g in members]
     pipe = next((m.group for m in map(membership_of, given) if m is not None), None)
     if not locals_ and pipe is None:
-        return torch.zeros((), dtype=torch.float32), []
+        return torch.zeros((), dtype=_wide(given)), []
     device = _device(given, locals_)
-    nothing = [torch.zeros((), dtype=torch.float32, device=device)]
+    nothing = [torch.zeros((), dtype=torch.float64, device=device)]
     sums = torch.stack([_accumulated(members, power, device) for members in groups.values()] or nothing)
     _reduce(sums, list(groups), power)
     if pipe is not None:
         sums = _over_pipeline(sums, list(groups), power, pipe)
-    return (sums.max() if power == inf else sums.sum().pow(1.0 / power)), locals_
+    total = sums.max() if power == inf else sums.sum().pow(1.0 / power)
+    return total.to(_wide(given)), locals_
 
 
 def _device(given: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> torch.device:
@@ -122,7 +123,7 @@ def _over_pipeline(
 ) -> torch.Tensor:
     """The sums of all stages; a parameter that several stages hold is counted by one of them. [2]"""
     op = dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM
-    nothing = torch.zeros((), dtype=torch.float32, device=sums.device)
+    nothing = torch.zeros((), dtype=torch.float64, device=sums.device)
     own, others = [nothing], [nothing]
     for total, (_, _, member) in zip(sums, keys, strict=False):
         if member is None:
@@ -139,8 +140,8 @@ def _accumulated(members: Sequence[torch.Tensor], power: float, device: torch.de
     """Sum of ``|x| ** power`` over local tensors, or their largest ``|x|`` if power is infinite."""
     held = [m for m in members if m.numel()]
     if not held:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(held, power, dtype=_wide(held))])
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack([n.double().to(device) for n in torch._foreach_norm(held, power, dtype=_wide(held))])
     return norms.max() if power == inf else norms.pow(power).sum()
 
 

@@ -41,19 +41,18 @@ class DropoutClock:
 
     def __init__(self, steps: int = 0, calls: int = 0) -> None:
         self.steps, self.calls = steps, calls
-        #: optimizer -> the steps that it has made, None if it does not count them
+        #: optimizers that have stepped -> their steps by then or when they were loaded, None if not counted
         self._counts: WeakKeyDictionary[Optimizer, int | None] = WeakKeyDictionary()
 
     def seed(self, seed: int, call: int) -> int:
         """What the masks of a call follow from; call: how many calls of the same step come before it."""
         return ((seed * 1_000_003 + self.steps) * _CALLS + self.calls + call) % _SEEDS
 
-    def stepped(self, count: int | None) -> None:
-        """After a step of an optimizer; count: how many it has made, None if it does not know."""
-        if count is not None:
-            self.steps = count
-        elif self.calls:
-            self.steps += 1
+    def stepped(self, count: int | None = None) -> None:
+        """After a step of an optimizer; count: how many one has made that is seen for the first time, None if
+        it does not know, or is known. Parameters that were frozen, and other optimizers, have made fewer."""
+        if count is not None or self.calls:
+            self.steps = max(self.steps + 1, count or 0)
         self.calls = 0
 
     def follow(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -64,25 +63,25 @@ class DropoutClock:
 
     def after_step(self, optimizer: Optimizer) -> None:
         known = self._counts.get(optimizer)
-        if optimizer not in self._counts:
-            optimizer.register_load_state_dict_post_hook(partial(_after_load, ref(self)))
-        count = self._counts[optimizer] = _count(optimizer, None if known is None else known + 1)
-        self.stepped(count)
+        if optimizer in self._counts:
+            self._counts[optimizer] = None if known is None else known + 1
+            self.stepped(known)
+            return
+        optimizer.register_load_state_dict_post_hook(partial(_after_load, ref(self)))
+        self._counts[optimizer] = _count(optimizer)
+        self.stepped(self._counts[optimizer])
 
     def after_load(self, optimizer: Optimizer) -> None:
-        count = self._counts[optimizer] = _count(optimizer)
+        """Go back, or on, by as many steps as the optimizer does."""
+        known, count = self._counts.get(optimizer), _count(optimizer)
+        self._counts[optimizer] = count
         if count is not None:
-            self.stepped(count)
+            more = None if known is None or len(self._counts) == 1 else count - known
+            self.steps, self.calls = count if more is None else max(0, self.steps + more), 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is at the same step, of other optimizers."""
         return DropoutClock, (self.steps, self.calls)
-
-
-def share_clock(parameter: torch.Tensor, copy: torch.Tensor) -> None:
-    """Let the clock of a parameter's model follow the optimizer of a copy, too."""
-    if hasattr(parameter, _MARK):
-        setattr(copy, _MARK, getattr(parameter, _MARK))
 
 
 def _after_step(known: ref[DropoutClock], optimizer: Optimizer, *_: Any) -> None:
@@ -97,16 +96,9 @@ def _after_load(known: ref[DropoutClock], optimizer: Optimizer) -> None:
         clock.after_load(optimizer)
 
 
-def _count(optimizer: Optimizer, expected: int | None = None) -> int | None:
-    """How many steps an optimizer has made, by the state of its first parameter that has any.
-
-    expected: taken instead of waiting for a device, if it is known.
-    """
+def _count(optimizer: Optimizer) -> int | None:
+    """How many steps an optimizer has made, by the states of its parameters."""
     if isinstance(optimizer, LayerWiseOptimizer):
         return None  # ranks must agree, and each has the states of some parameters
     states = (optimizer.state.get(p, {}) for p in parameters_in(optimizer))
-    step = next((state["step"] for state in states if "step" in state), None)
-    if step is None:
-        return None
-    on_device = isinstance(step, torch.Tensor) and step.device.type != "cpu"
-    return expected if on_device and expected is not None else int(step)
+    return max((int(state["step"]) for state in states if "step" in state), default=None)

@@ -6,7 +6,7 @@ parameters are copied up; each rank does so for its own shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import UsageError
+from autoshard.runtime.fingerprint import fingerprint
 from autoshard.runtime.host import in_host_memory, pinned_like
-from autoshard.runtime.optim.dropout_clock import share_clock
 from autoshard.runtime.optim.optimizer_hooks import local, loss_of
 from autoshard.torch_adapters.dtensor import dtensor_like
 
@@ -26,13 +26,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass
 class _Pair:
-    """A parameter, its copy in host memory, and where its gradient comes to. version: of the parameter when
-    both were equal last."""
+    """A parameter, its copy in host memory, and where its gradient comes to."""
 
     own: torch.Tensor
     host: torch.Tensor
     grad: torch.Tensor
-    version: int
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -45,8 +43,13 @@ class HostOptimizer(torch.optim.Optimizer):
     bucket: bytes; gradients of the next bucket come down, and parameters of the last one go up, while one is
     updated. Parameters that live in host memory already are updated where they are.
 
-    Param groups and state are those of the optimizer made, so that schedulers work on this one.
+    Its groups have the parameters themselves, with the numbers that the optimizer made has, so that
+    schedulers and clipping work on this one. Its state is that optimizer's, with float32 copies as
+    ``master``.
     """
+
+    inner: torch.optim.Optimizer | None = None
+    pairs: tuple[_Pair, ...] = ()
 
     def __init__(
         self,
@@ -57,29 +60,59 @@ class HostOptimizer(torch.optim.Optimizer):
         bucket: int = BUCKET,
     ) -> None:
         given = list(parameters)
-        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-        pairs: list[_Pair] = []
-        new = []
-        with torch.no_grad():
-            for group in groups:
-                own = [_pair(p, master) for p in group["params"]]
-                pairs += own
-                new.append({**group, "params": [pair.host for pair in own]})
-        if not pairs:
+        if not given:
             raise UsageError("there are no parameters to optimize", hint="give model.parameters()")
-        super().__init__([pair.own for pair in pairs], {})
-        self.inner = make(new)
-        self.param_groups, self.defaults = self.inner.param_groups, self.inner.defaults
-        self.state = self.inner.state
-        self.pairs = tuple(pairs)
-        self._buckets = _buckets(pairs, bucket)
-        device = local(pairs[0].own).device
+        self._master, self._limit = master, bucket
+        super().__init__(given, {})
+        self.inner = make([self._hosted(group) for group in self.param_groups])
+        self.defaults = self.inner.defaults
+        self._take_numbers()
+        self._buckets = _buckets(self.pairs, bucket)
+        device = local(self.pairs[0].own).device
         self._copies: _Copies = _CudaCopies(device) if device.type == "cuda" else _Copies()
+        #: fingerprints of the parameters when they were equal to their copies last
+        self._marks = self._fingerprints()
+
+    def _hosted(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group of the copies of its parameters, which are made."""
+        with torch.no_grad():
+            pairs = [_pair(p, self._master) for p in group["params"]]
+        self.pairs += tuple(pairs)
+        return {**group, "params": [pair.host for pair in pairs]}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self.inner is not None:
+            self.inner.add_param_group(self._hosted(self.param_groups[-1]))
+            self._take_numbers()
+            self._buckets, self._marks = _buckets(self.pairs, self._limit), self._fingerprints()
+
+    @property
+    def state(self) -> Any:
+        """That of the optimizer made, by the parameters themselves."""
+        known = {} if self.inner is None else self.inner.state
+        return {pair.own: known[pair.host] for pair in self.pairs if known.get(pair.host)}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch's constructor gives an optimizer a state, which this one has none of."""
+
+    def _take_numbers(self) -> None:
+        """Rates and the like, from the optimizer made."""
+        for own, inner in self._groups():
+            own.update({name: value for name, value in inner.items() if name != "params"})
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        assert self.inner is not None
+        return zip(self.param_groups, self.inner.param_groups, strict=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer; returns what the closure does. Parameters without a gradient stay."""
         loss = loss_of(closure)
+        assert self.inner is not None
+        for own, inner in self._groups():
+            inner.update({name: value for name, value in own.items() if name != "params"})
         self._copies.settle()
         self._refresh()
         buckets = [[p for p in bucket if p.own.grad is not None] for bucket in self._buckets]
@@ -98,21 +131,31 @@ class HostOptimizer(torch.optim.Optimizer):
             for pair in bucket:
                 pair.host.grad = None
             self._copies.up(bucket)
-            for pair in bucket:
-                pair.version = local(pair.own)._version
             arriving = following
         for pair in home:
             pair.own.grad, pair.grad = pair.grad, pair.own
         self._copies.end()
+        for pair in (p for bucket in buckets for p in bucket if p.host.dtype != p.own.dtype):
+            self.inner.state[pair.host]["master"] = pair.host.detach()
+        self._marks = self._fingerprints()
         return loss
 
+    def _fingerprints(self) -> torch.Tensor:
+        """Of the parameters that have a copy. [pairs]"""
+        device = local(self.pairs[0].own).device
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        each = (zero if _is_home(p) else fingerprint(local(p.own)).to(device) for p in self.pairs)
+        return torch.stack(list(each))
+
     def _refresh(self) -> None:
-        """Take over parameters that were changed by others since the last step, as by loading weights."""
-        for pair in self.pairs:
-            own = local(pair.own)
-            if own._version != pair.version:
-                local(pair.host).copy_(own)
-                pair.version = own._version
+        """Take over elements of parameters that others have changed since the last step, as by loading."""
+        marks = self._fingerprints()
+        for pair, changed in zip(self.pairs, (marks != self._marks).tolist(), strict=True):
+            if changed:
+                host = local(pair.host)
+                own = local(pair.own).to(host.device)
+                host.copy_(torch.where(host.to(own.dtype) == own, host, own.to(host.dtype)))
+        self._marks = marks
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for pair in self.pairs:
@@ -121,23 +164,17 @@ class HostOptimizer(torch.optim.Optimizer):
             elif pair.own.grad is not None:
                 pair.own.grad.detach().zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer made, with the float32 copies of parameters of half precision."""
-        result: dict[str, Any] = self.inner.state_dict()
-        masters = {k: p.host.detach() for k, p in enumerate(self.pairs) if p.host.dtype != p.own.dtype}
-        return {**result, "masters": masters} if masters else result
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """After the parameters of the model were loaded."""
-        given = dict(state_dict)
-        masters = given.pop("masters", {})
-        self.inner.load_state_dict(given)
-        # loading puts new objects in their place
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self._refresh()
-        for k, x in masters.items():
-            local(self.pairs[k].host).copy_(local(x))
+        """Before or after the parameters of the model are loaded."""
+        assert self.inner is not None
+        self.inner.load_state_dict(state_dict)
+        self._take_numbers()
+        for pair in self.pairs:
+            if (given := self.inner.state.get(pair.host, {}).get("master")) is not None:
+                local(pair.host).copy_(local(given))
+                self.inner.state[pair.host]["master"] = pair.host.detach()
+        self._marks.fill_(-1)  # elements of parameters that are not those of the copies count
 
 
 class _Copies:
@@ -213,15 +250,13 @@ def _pair(parameter: torch.Tensor, master: bool) -> _Pair:
     own = local(parameter)
     wide = master and own.dtype in _HALF
     if isinstance(parameter, DTensor) and own.device.type != parameter.device_mesh.device_type and not wide:
-        return _Pair(parameter, parameter, parameter, own._version)
+        return _Pair(parameter, parameter, parameter)
     # a plain copy where the device has no host memory apart
     host = in_host_memory(own.float() if wide else own, own.device)
     grad = pinned_like(host) if own.device.type == "cuda" else torch.empty_like(host)
     if isinstance(parameter, DTensor):
         host, grad = dtensor_like(parameter, host), dtensor_like(parameter, grad)
-    leaf = host.requires_grad_(parameter.requires_grad)
-    share_clock(parameter, leaf)
-    return _Pair(parameter, leaf, grad, own._version)
+    return _Pair(parameter, host.requires_grad_(parameter.requires_grad), grad)
 
 
 def _buckets(pairs: Sequence[_Pair], limit: int) -> list[list[_Pair]]:

@@ -64,15 +64,18 @@ class Muon(torch.optim.Muon):
         }
         # not torch's Muon's: it refuses batches of matrices
         torch.optim.Optimizer.__init__(self, params, defaults)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.dim() not in (2, 3):
-                    raise UsageError(
-                        f"Muon is given a parameter of shape {list(p.shape)}",
-                        why="it orthogonalises matrices",
-                        hint="give norms and biases, and by custom embeddings and heads, to AdamW",
-                    )
         self._shared_matrices = SharedTensors(iteration_flop, batched=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        given = param_group["params"]
+        for p in [given] if isinstance(given, torch.Tensor) else (given := list(given)):
+            if p.dim() not in (2, 3):
+                raise UsageError(
+                    f"Muon is given a parameter of shape {list(p.shape)}",
+                    why="it orthogonalises matrices",
+                    hint="give norms and biases, and by custom embeddings and heads, to AdamW",
+                )
+        super().add_param_group({**param_group, "params": given})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
