@@ -17,7 +17,8 @@ import torch.distributed as dist
 from calls_worker import batch, build, full
 from leaving import leave
 from sampling import all_cases
-from scaled_layers import FORMATS, by_hand, wide_llama
+from scaled_layers import FORMATS, by_hand, wide_llama, wide_mixtral
+from slow_links import without_latency
 from torch import nn
 from torch.func import functional_call
 
@@ -175,9 +176,8 @@ def scaled(mesh: str) -> None:
     say(off < 1e-3 and scale == other == 2.0**11, f"GradScaler {mesh}", f"{off:.1e} {scale} {other}")
 
 
-def cast_products(mesh: str, how: str, **options: Any) -> None:
+def cast_products(mesh: str, how: str, model: nn.Module, **options: Any) -> None:
     """Products of 8-bit operands beside a model that makes the casts by hand."""
-    model = wide_llama()
     plain = by_hand(model, how, lambda name: name != "lm_head")
     parallel = autoshard.parallelize(model, mesh, example_inputs=batch(8, 32), products=how, **options)
     rows = []
@@ -213,10 +213,12 @@ def main() -> None:
             scaled(mesh)
             emptied(mesh)
     for how in FORMATS if all_cases() else FORMATS[:1]:
-        cast_products("fsdp=2,tp=2", how)
+        cast_products("fsdp=2,tp=2", how, wide_llama())
+        # tokens of experts travel as casts where they have one scale
+        cast_products("fsdp=2,ep=2", how, wide_mixtral(), cluster=without_latency())
     for how in ("float8-rowwise", "mxfp8") if all_cases() else ("mxfp8",):
         # with so little memory parameters are gathered twice, as casts
-        cast_products("fsdp=4", how, memory=13 << 19)
+        cast_products("fsdp=4", how, wide_llama(), memory=13 << 19)
     leave()
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that cast the operands of their products to 8 bits by hand."""
+"""Linear layers and experts that cast the operands of their products to 8 bits by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from autoshard.options import PRODUCTS
 from benchmarks.gpu_steps import StepCase
@@ -50,6 +51,57 @@ class Scaled(torch.autograd.Function):
         return dx, rounded(dy, columns, kind, block).t() @ rounded(x, columns, E4, block), None
 
 
+class ScaledOfExperts(torch.autograd.Function):
+    """Rows [s, k] times the matrices [E, n, k] of their experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, how: str) -> Any:
+        ctx.save_for_backward(x, weight, expert)
+        ctx.how = how
+        along, block = how_of(how)
+        rows = rounded(x, along(1), E4, block)
+        return torch.einsum("sk,snk->sn", rows, rounded(weight, along(2), E4, block)[expert])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x, weight, expert), (dy,), how = ctx.saved_tensors, grads, ctx.how
+        along, block = how_of(how)
+        kind = E5 if how == "float8-tensorwise" else E4
+        rows, matrices = rounded(dy, along(1), kind, block), rounded(weight, along(1), E4, block)
+        dx = torch.einsum("sn,snk->sk", rows, matrices[expert])
+        if how == "float8-tensorwise":
+            x, dy = rounded(x, None, E4, 0), rounded(dy, None, kind, 0)
+        dw = torch.zeros_like(weight)
+        for number in expert.unique().tolist():
+            left, right = dy[expert == number], x[expert == number]
+            if how == "float8-rowwise":  # of blocks there are none: experts have as many rows as it happens
+                left, right = rounded(left, 0, E4, 0), rounded(right, 0, E4, 0)
+            dw[number] = left.t() @ right
+        return dx, dw, None, None
+
+
+def how_of(how: str) -> tuple[Callable[[int], int | None], int]:
+    """(dim that is summed over -> that along which elements share a scale, elements of a block)."""
+    return (lambda dim: None if how == "float8-tensorwise" else dim), 32 if how == "mxfp8" else 0
+
+
+class ExpertsByHand(nn.Module):
+    """Mixtral's experts; a row is weighed before the last product, as programs do."""
+
+    def __init__(self, experts: nn.Module, how: str) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.how = experts.gate_up_proj, experts.down_proj, how
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        token = torch.arange(len(x)).repeat_interleave(chosen.shape[1])
+        expert = chosen.flatten()
+        both = ScaledOfExperts.apply(x[token], self.gate_up_proj, expert, self.how)
+        gate, up = both.chunk(2, dim=-1)
+        rows = nn.functional.silu(gate) * up * weights.flatten()[:, None]
+        given = ScaledOfExperts.apply(rows, self.down_proj, expert, self.how)
+        return torch.zeros_like(x).index_add(0, token, given)
+
+
 class ByHand(nn.Module):
     """A linear layer with the parameters of another."""
 
@@ -67,6 +119,21 @@ def by_hand(model: nn.Module, how: str, chosen: Callable[[str], bool]) -> nn.Mod
     for name, module in list(made.named_modules()):
         if isinstance(module, nn.Linear) and chosen(name):
             made.set_submodule(name, ByHand(module, how))
+        elif type(module).__name__ == "MixtralExperts" and chosen(name):
+            made.set_submodule(name, ExpertsByHand(module, how))
+    return made
+
+
+def wide_mixtral(layers: int = 2, experts: int = 4, hidden: int = 64, inside: int = 128) -> nn.Module:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": inside,
+        "num_hidden_layers": layers,
+    }
+    torch.manual_seed(0)
+    made: nn.Module = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=experts))
     return made
 
 

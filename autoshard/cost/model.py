@@ -84,11 +84,13 @@ class CostModel:
         dtype = rule.rate or next((type_.dtype for _, type_ in products if type_.is_float), "f32")
         moved = np.zeros(len(states))
         hidden = inside if self.device.compiled and inside else (False,) * (len(ins) + len(outs))
-        copies = copies_of(rule.rate, turned) if rule.rate else (0.0, 0.0)
+        copies = rule.copies
+        if rule.rate and not copies:
+            copies = *(0.0 for _ in ins[:-2]), *copies_of(rule.rate, turned)
         for number, type_ in enumerate(ins):
             times = scale if grow and grow[number] else 1.0
             times *= not hidden[number]
-            times *= 1.0 + (copies[number - len(ins)] if number >= len(ins) - 2 else 0.0)
+            times *= 1.0 + (copies[number] if copies else 0.0)
             moved += times * self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
         sums = np.zeros(len(states))  # how many there are, in results with rows and columns
         for number, type_ in products:

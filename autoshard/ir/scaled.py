@@ -3,6 +3,9 @@
 With s = amax_scale(x, dim, block, element, scale) and q = cast_scaled(x, s, element), x is about q * s. The
 product of two such operands is ``autoshard.scaled_mm(scale_a, scale_b, a, b, dtype)``. Scales have the dims
 of what they scale; a dim along which elements share one has size 1, or one element for each block.
+
+Rows of experts [s, n] (`ops.experts`) that are summed over have scales [E, n], one for the rows of an expert:
+``amax_by_expert(x, slots, experts, element, scale)`` and ``cast_by_expert(x, scale, element, slots)``.
 """
 
 from __future__ import annotations
@@ -11,9 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from autoshard.ir.graph import Node
+
 AMAX_SCALE = "autoshard.amax_scale.default"
 CAST_SCALED = "autoshard.cast_scaled.default"
 SCALED_MM = "autoshard.scaled_mm.default"
+AMAX_BY_EXPERT = "autoshard.amax_by_expert.default"
+CAST_BY_EXPERT = "autoshard.cast_by_expert.default"
+SCALED_EXPERT_MM = "autoshard.scaled_expert_mm.default"
+SCALED_EXPERT_OUTER = "autoshard.scaled_expert_outer.default"
+#: ops that round; their first arguments are what they cast, its scales, and the type of the cast
+ROUNDS = frozenset((CAST_SCALED, CAST_BY_EXPERT))
+#: ops that give the largest of something
+LARGEST = frozenset((AMAX_SCALE, AMAX_BY_EXPERT))
 
 
 #: sizes that matrix units of 8 bits take whole
@@ -79,3 +92,12 @@ def copies_of(rate: str, turned: tuple[bool, bool]) -> tuple[float, float]:
     if rate != "f8":
         return 4.0, 4.0  # read once, written and read in 16 bits, less what the product would have read
     return 2.0 * turned[0], 2.0 * (not turned[1])
+
+
+def expert_copies(node: Node, rate: str) -> tuple[float, ...]:
+    """The same per input of a product of experts. Rows of which outer products are summed lie along the other
+    dim: they are laid out anew, those of an expert from a whole word on."""
+    if node.op == SCALED_EXPERT_OUTER:
+        return 0.0, 0.0, *copies_of(rate, (True, False)), 0.0
+    of_rows, of_matrices = copies_of(rate, (False, bool(node.args[5])))
+    return 0.0, 0.0, of_rows, 0.0, of_matrices

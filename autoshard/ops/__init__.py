@@ -22,6 +22,7 @@ from autoshard.ops import (
     loss,
     recurrent,
     scaled,
+    scaled_experts,
     scatter,
     total,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "quant_reduce",
     "recurrent",
     "scaled",
+    "scaled_experts",
     "scatter",
     "total",
     "vocab_ce",

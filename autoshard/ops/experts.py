@@ -116,10 +116,15 @@ def combine_weights(x: torch.Tensor, chosen: torch.Tensor, slots: torch.Tensor) 
     return out.view(chosen.shape)
 
 
-def _group_ends(slots: torch.Tensor, count: int) -> torch.Tensor:
+def experts_of(slots: torch.Tensor) -> torch.Tensor:
+    """The expert of every slot."""
+    return slots >> _PAIR_BITS
+
+
+def group_ends(slots: torch.Tensor, count: int) -> torch.Tensor:
     """Where the slots of each expert end."""
     numbers = torch.arange(count, device=slots.device)
-    return torch.searchsorted(slots >> _PAIR_BITS, numbers, right=True, out_int32=True)
+    return torch.searchsorted(experts_of(slots), numbers, right=True, out_int32=True)
 
 
 def _grouped(*matrices: torch.Tensor) -> bool:
@@ -136,14 +141,14 @@ def _grouped(*matrices: torch.Tensor) -> bool:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    strides = [n for n in x.stride() if n != 1]
-    return x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in strides)
+    first, *strides = sorted(x.stride())  # of one column there are two that are 1
+    return first == 1 and x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in strides)
 
 
-def _spans(slots: torch.Tensor, count: int) -> Iterator[tuple[int, slice]]:
+def spans(slots: torch.Tensor, count: int) -> Iterator[tuple[int, slice]]:
     """(expert, its range among the slots) of all experts."""
     begin = 0
-    for number, end in enumerate(_group_ends(slots, count).tolist()):
+    for number, end in enumerate(group_ends(slots, count).tolist()):
         yield number, slice(begin, end)
         begin = end
 
@@ -155,9 +160,9 @@ def expert_mm(x: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, transp
     """
     matrices = weight.transpose(1, 2) if transposed else weight
     if _grouped(x, matrices):
-        return F.grouped_mm(x, matrices, offs=_group_ends(slots, weight.shape[0]))
+        return F.grouped_mm(x, matrices, offs=group_ends(slots, weight.shape[0]))
     out = x.new_empty((x.shape[0], matrices.shape[2]))
-    for number, span in _spans(slots, weight.shape[0]):
+    for number, span in spans(slots, weight.shape[0]):
         torch.mm(x[span], matrices[number], out=out[span])
     return out
 
@@ -171,21 +176,21 @@ def expert_outer(
     """
     left, right = (grad, x) if transposed else (x, grad)
     if _grouped(left, right):
-        return F.grouped_mm(left.t(), right, offs=_group_ends(slots, num_experts))
+        return F.grouped_mm(left.t(), right, offs=group_ends(slots, num_experts))
     out = x.new_empty((num_experts, left.shape[1], right.shape[1]))
-    for number, span in _spans(slots, num_experts):
+    for number, span in spans(slots, num_experts):
         torch.mm(left[span].t(), right[span], out=out[number])  # zeros of an expert without rows
     return out
 
 
 def expert_rows(table: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The row of its expert for every slot: table [E, n], slots [s] -> [s, n]."""
-    return table.index_select(0, slots >> _PAIR_BITS)
+    return table.index_select(0, experts_of(slots))
 
 
 def expert_sum(x: torch.Tensor, slots: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The gradient of the table of `expert_rows`: x [s, n], slots [s] -> [num_experts, n]."""
-    return sum_rows(x, slots >> _PAIR_BITS, num_experts)
+    return sum_rows(x, experts_of(slots), num_experts)
 
 
 def scale_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

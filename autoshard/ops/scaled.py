@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import ScalingType, pad
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
-from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED, WORD
+from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED, WORD, scale_shape
 from autoshard.kernels.norm import wide
 from autoshard.torch_adapters.op_library import define
 
@@ -27,12 +27,19 @@ def amax_scale(
     al., "Recipes for pre-training LLMs with MXFP8", 2025, section 3).
     """
     size = x.abs()
-    if dim is None:
+    if not len(x):  # a rank without rows
+        largest = size.new_zeros(scale_shape(x.shape, dim, block))
+    elif dim is None:
         largest = size.amax(tuple(range(x.dim())), keepdim=True)
     elif block:
         largest = size.unflatten(dim, (-1, block)).amax(dim + 1)
     else:
         largest = size.amax(dim, keepdim=True)
+    return scale_of(largest, element, scale)
+
+
+def scale_of(largest: torch.Tensor, element: torch.dtype, scale: torch.dtype) -> torch.Tensor:
+    """By what elements are divided of which these are the largest."""
     result = largest.float().clamp_min(_LEAST) / torch.finfo(element).max
     return result if scale == torch.float32 else torch.exp2(torch.ceil(torch.log2(result))).to(scale)
 

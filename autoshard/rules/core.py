@@ -63,8 +63,10 @@ class Factored:
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
-        product is done, where not at that of its result. slowdown: as many times as long as a kernel of its
-        name takes it. tile: of a call that runs others on some rows at a time, what these are on a rank.
+        product is done, where not at that of its result. copies: bytes moved per byte of each input before
+        it is multiplied, () for what `ir.scaled.copies_of` says. slowdown: as many times as long as a kernel
+        of its name takes it. tile: of a call that runs others on some rows at a time, what these are on a
+        rank.
     """
 
     sizes: tuple[int, ...]
@@ -83,6 +85,7 @@ class Factored:
     kernel: Kernel = ""
     recomputed: float = 0.0
     rate: str = ""
+    copies: tuple[float, ...] = ()
     tile: TileFn | None = None
     slowdown: float = 1.0
 

@@ -66,7 +66,8 @@ def _routed(tokens: int, slots: TensorType) -> _Routed:
     return _Routed(build, build.new(tokens), build.new(slots.shape[0] // tokens))
 
 
-def _experts(slots: TensorType, num_experts: int) -> _Routed:
+def by_expert(slots: TensorType, num_experts: int) -> _Routed:
+    """Factors of a call on slots of so many experts."""
     return _routed(slots.shape[0] // num_experts, slots)
 
 
@@ -173,7 +174,7 @@ def expert_mm(node: Node, ins: Sequence[TensorType]) -> Factored:
     """x [(e t), k], slots [(e t)], weight [e, k, n] (or [e, n, k]) -> [(e t), n]."""
     x, slots, weight = ins
     transposed = node.args[3]
-    of = _experts(slots, weight.shape[0])
+    of = by_expert(slots, weight.shape[0])
     k, n = of.build.new(x.shape[1]), of.build.new(weight.shape[1 if transposed else 2])
     matrix = (of.experts, n, k) if transposed else (of.experts, k, n)
     flops = 2.0 * x.numel * weight.shape[1 if transposed else 2]
@@ -185,15 +186,15 @@ def expert_outer(node: Node, ins: Sequence[TensorType]) -> Factored:
     """x [(e t), k], gradient [(e t), n], slots [(e t)] -> [e, k, n] (or [e, n, k])."""
     x, grad, slots = ins
     count, transposed = node.args[3:5]
-    of = _experts(slots, count)
+    of = by_expert(slots, count)
     k, n = of.build.new(x.shape[1]), of.build.new(grad.shape[1])
     matrix = (of.experts, n, k) if transposed else (of.experts, k, n)
     flops = 2.0 * x.numel * grad.shape[1]
     inputs = ((of.slots, k), (of.slots, n), (of.slots,))
-    return of.rule(inputs, matrix, ((0,), (1,)), flops=flops, local=_local_experts(3))
+    return of.rule(inputs, matrix, ((0,), (1,)), flops=flops, local=told_experts(3))
 
 
-def _local_experts(argument: int) -> Localizer:
+def told_experts(argument: int) -> Localizer:
     """Tells the op how many experts the rank has."""
     return lambda call: call.with_args({argument: call.out_shape(0)[0]})
 
@@ -201,7 +202,7 @@ def _local_experts(argument: int) -> Localizer:
 def expert_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
     """table [e, n], slots [(e t)] -> [(e t), n]."""
     table, slots = ins
-    of = _experts(slots, table.shape[0])
+    of = by_expert(slots, table.shape[0])
     n = of.build.new(table.shape[1])
     return of.rule(((of.experts, n), (of.slots,)), (of.slots, n), ((0,),))
 
@@ -209,9 +210,9 @@ def expert_rows(node: Node, ins: Sequence[TensorType]) -> Factored:
 def expert_sum(node: Node, ins: Sequence[TensorType]) -> Factored:
     """x [(e t), n], slots [(e t)] -> [e, n]."""
     x, slots = ins
-    of = _experts(slots, node.args[2])
+    of = by_expert(slots, node.args[2])
     n = of.build.new(x.shape[1])
-    return of.rule(((of.slots, n), (of.slots,)), (of.experts, n), ((0,),), local=_local_experts(2))
+    return of.rule(((of.slots, n), (of.slots,)), (of.experts, n), ((0,),), local=told_experts(2))
 
 
 def scale_rows(node: Node, ins: Sequence[TensorType]) -> Factored:

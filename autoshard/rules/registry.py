@@ -23,6 +23,7 @@ from autoshard.rules import (
     recurrent,
     reduction,
     scaled,
+    scaled_experts,
     spatial,
     view,
 )
@@ -39,6 +40,7 @@ _SINGLE: Mapping[str, RuleFn] = MappingProxyType(
             reduction,
             matmul,
             scaled,
+            scaled_experts,
             norm,
             spatial,
             linalg,

@@ -10,11 +10,18 @@ from collections.abc import Sequence
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.collectives import is_message, spec_of
-from autoshard.rules import attention, experts, matmul, scaled
+from autoshard.rules import attention, experts, matmul, scaled, scaled_experts
 
 #: ops that take long
 PRODUCTS = frozenset(
-    (*matmul.RULES, *attention.RULES, *experts.RULES, *scaled.PRODUCTS, "aten.addmm.default")
+    (
+        *matmul.RULES,
+        *attention.RULES,
+        *experts.RULES,
+        *scaled.PRODUCTS,
+        *scaled_experts.PRODUCTS,
+        "aten.addmm.default",
+    )
 )
 
 

@@ -25,10 +25,10 @@ from autoshard.ir.placement import Layout, R, Shard, in_one_piece, local_extent,
 from autoshard.ir.quantized import packed_bytes
 from autoshard.ir.routing import EVEN
 from autoshard.ir.row_tiles import TILES, RowTiles, has_rows, tiles_of
-from autoshard.ir.scaled import SCALED_MM, copies_of, rate_of
+from autoshard.ir.scaled import SCALED_MM, copies_of, expert_copies, rate_of
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
-from autoshard.rules import attention, experts, matmul, scaled
+from autoshard.rules import attention, experts, matmul, scaled, scaled_experts
 from autoshard.rules.chains import ALONE, InKernel
 from autoshard.rules.stops import PRODUCTS
 from autoshard.simulate import rings
@@ -153,6 +153,12 @@ class Ops:
             copied = of_left * self.nbytes(left) + of_right * self.nbytes(right)
             product = self._product(ins, outs[0], rate)
             return [MemoryWork(copied), product] if copied else [product]
+        if node.op in scaled_experts.PRODUCTS:
+            rate = rate_of(ins[0].type.dtype)
+            each = zip(expert_copies(node, rate), ins, strict=True)
+            copies = MemoryWork(sum(times * self.nbytes(v) for times, v in each))
+            moved = self._moved(node, values, kernel.unmoved)
+            return [copies, *self._other_products(node, ins, outs, rate, moved)]
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
         if node.op == TILES:
@@ -580,7 +586,7 @@ def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorTy
     node = replace(node, args=tuple(a.size if isinstance(a, LocalSize) else a for a in node.args))
     if node.op == "aten.addmm.default":
         return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
-    for rules in (matmul.RULES, attention.RULES, experts.RULES, scaled.PRODUCTS):
+    for rules in (matmul.RULES, attention.RULES, experts.RULES, scaled.PRODUCTS, scaled_experts.PRODUCTS):
         if node.op in rules:
             return rules[node.op](node, ins).flops
     return 0.0

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autoshard.ir import Dtype, Node, TensorType
 from autoshard.ir.lowered import LoweredSegment
-from autoshard.ir.scaled import CAST_SCALED, ELEMENTS
+from autoshard.ir.scaled import ELEMENTS, ROUNDS
 from autoshard.program.program import Program
 
 _WIDE = "f32"
@@ -36,7 +36,7 @@ def _segment(segment: LoweredSegment) -> LoweredSegment:
 
 def _node(node: Node) -> Node:
     types = tuple(t and _type(t) for t in node.types)
-    args = (*node.args[:2], Dtype(_WIDE)) if node.op == CAST_SCALED else node.args
+    args = (*node.args[:2], Dtype(_WIDE), *node.args[3:]) if node.op in ROUNDS else node.args
     return replace(node, args=args, types=types)
 
 

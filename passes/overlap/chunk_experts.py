@@ -5,7 +5,7 @@ run beside its exchange. Here every sequence is cut into chunks, and each op on 
 once per chunk, in forward and in backward: the next chunk travels while experts compute one (Hwang et al.,
 "Tutel", MLSys 2023, section 3.2; Shi et al., "FSMoE", ASPLOS 2025). Ops stand in turns, all chunks of one
 before the next op, which is the order in which messages of an axis go out. Gradients of the matrices of
-experts are sums over chunks.
+experts are sums over chunks; scales that rows of several chunks share are the largest of theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autoshard.ir.graph import renamed
 from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Shard
 from autoshard.ir.row_tiles import SHAPED
+from autoshard.ir.scaled import LARGEST, SCALED_EXPERT_OUTER
 from autoshard.ir.slices import Slices
 from autoshard.passes.segment_parts import fresh
 from autoshard.passes.sequence.slice_values import Add, cut, join, sliced_type, total
@@ -26,9 +27,11 @@ from autoshard.passes.sequence.slice_values import Add, cut, join, sliced_type, 
 _ROUTE = "autoshard.route.default"
 #: ops that take a row of every token first, and give slots or the choices that make them
 _TAKE = frozenset(f"autoshard.{name}.default" for name in ("choices", "dispatch", "dispatch_weights"))
-#: ops that give a row of every token, and those that give sums over slots
+#: ops that give a row of every token, and those that give sums over slots, or the largest of scales
 _GIVE = frozenset(("autoshard.combine.default", "autoshard.combine_weights.default"))
-_SUM = frozenset(("autoshard.expert_outer.default", "autoshard.expert_sum.default"))
+_SUM = frozenset(
+    ("autoshard.expert_outer.default", "autoshard.expert_sum.default", SCALED_EXPERT_OUTER, *LARGEST)
+)
 #: other ops that may make more or fewer rows
 _ROUTES = frozenset(("autoshard.route_one.default", "autoshard.route_part.default"))
 
@@ -125,7 +128,8 @@ class _Segment:
 
     def _chunked(self, node: Node) -> None:
         """An op on slots, once per chunk."""
-        if not (all(map(_has_slots, node.types)) or node.op in _GIVE | _SUM) or self._is_sized(node):
+        of_slots = all(map(_has_slots, node.types))
+        if not (of_slots or node.op in _GIVE | _SUM) or self._is_sized(node):
             raise _refused(self.chunks, "an op takes all slots of a layer at once", node.origin)
         if any(isinstance(a, CallSite) for a in node.args):
             raise _refused(self.chunks, "random numbers are drawn for the rows of experts", node.origin)
@@ -136,10 +140,11 @@ class _Segment:
         new = {out: self.parts.get(out) or self.model.names(out) for out in node.outs}
         for k in range(self.chunks):
             (part,) = renamed([node], {value: parts[k] for value, parts in (given | new).items()})
-            types = node.types if node.op in _SUM else tuple(t and self.model.one(t) for t in node.types)
+            whole = node.op in _SUM and not of_slots
+            types = node.types if whole else tuple(t and self.model.one(t) for t in node.types)
             args = (part.args[0], types[0].shape) if node.op in SHAPED and types[0] else part.args
             self.nodes.append(replace(part, args=args, types=types))
-        if node.op in _GIVE | _SUM:
+        if node.op in _GIVE | _SUM and not of_slots:
             self._merge(node, new[node.name])
 
     def _is_sized(self, node: Node) -> bool:
@@ -168,7 +173,7 @@ class _Segment:
         assert type_ is not None
         full, add = PlacedValue(type_, ()), self._adder(node, node.name, node.name)
         if node.op in _SUM:
-            total(chunks, full, add)
+            total(chunks, full, add, "aten.maximum.default" if node.op in LARGEST else "aten.add.Tensor")
         else:
             ones = [PlacedValue(self.model.one(type_), ())] * len(chunks)
             join(chunks, ones, self.model.placed, full, add)

@@ -126,12 +126,12 @@ def join(
     return add("aten.reshape.default", (Ref(joined), made.type.shape), made, "")
 
 
-def total(values: Sequence[str], made: PlacedValue, add: Add) -> str:
-    """The sum of the terms of all slices."""
+def total(values: Sequence[str], made: PlacedValue, add: Add, op: str = "aten.add.Tensor") -> str:
+    """The sum of the terms of all slices, or what else an op of two makes of them."""
     at = values[0]
     for k, value in enumerate(values[1:]):
         last = k == len(values) - 2
-        at = add("aten.add.Tensor", (Ref(at), Ref(value)), made, "" if last else f"_sum{k}")
+        at = add(op, (Ref(at), Ref(value)), made, "" if last else f"_sum{k}")
     return at
 
 

@@ -36,7 +36,7 @@ import torch
 
 from autoshard.ir import Call, Folded, Graph, Node, Port, Ref, refs_of
 from autoshard.ir.flow import Place
-from autoshard.ir.scaled import AMAX_SCALE
+from autoshard.ir.scaled import LARGEST
 from autoshard.ir.views import CASTS
 from autoshard.rules.core import Factored
 
@@ -471,8 +471,8 @@ class _Following:
 
     def _note(self, node: Node, why: str) -> None:
         """Once for a line of the user's, and once for all scales of products."""
-        if node.op == AMAX_SCALE:
-            self.notes.setdefault(AMAX_SCALE, "the scales of operands of products in 8 bits")
+        if node.op in LARGEST:
+            self.notes.setdefault("scales", "the scales of operands of products in 8 bits")
             return
         where = node.origin.source or node.origin.fqn or "the model"
         self.notes.setdefault(where, f"{node.op.split('.')[1]} at {where} ({why})")

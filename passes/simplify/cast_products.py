@@ -6,7 +6,8 @@ gathered, saved for backward or reduced may be the cast of a value in place of t
 largest over all ranks that hold a part, so that a program on many ranks computes what it does on one.
 
 Which products: those of matrices of parameters whose sizes are multiples of 16 (of a block, if that is more),
-but for the head, after which no other product with a parameter comes; or those of the modules that are named.
+of experts too (`cast_experts`), but for the head, after which no other product with a parameter comes; or
+those of the modules that are named.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from autoshard.capture.expand_repeats import expand_repeats
 from autoshard.capture.repeat_op import REPEAT, RepeatKey
 from autoshard.errors import UsageError
 from autoshard.ir import Dtype, Graph, Joint, Node, Ref, TensorType, refs_of
-from autoshard.ir.names import fresh_name
-from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED, FORMATS, SCALED_MM, WORD, ProductFormat, scale_shape
-from autoshard.ir.views import ALIASES, RESHAPES, TRANSPOSES
+from autoshard.ir.scaled import FORMATS, SCALED_MM, WORD, ProductFormat
 from autoshard.passes.rewrite import Steps, first_type
+from autoshard.passes.simplify.cast_experts import EXPERT_MM, ExpertProducts
+from autoshard.passes.simplify.operand_casts import FLOATS, OperandCasts
 
 _MM, _ADDMM, _ADD = "aten.mm.default", "aten.addmm.default", "aten.add.Tensor"
-_FLOATS = ("f64", "f32", "bf16", "f16")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _cast(joint: Joint, products: ProductCasts) -> Joint:
         )
         for number, body in enumerate(joint.bodies)
     ]
-    if not any(each.forward for each in (outside, *inside)):
+    if not any(each.forward or each.experts.forward for each in (outside, *inside)):
         raise UsageError(
             "no product of the model is cast",
             why="none of matrices of parameters has sizes that are multiples of "
@@ -86,38 +86,6 @@ def _cast(joint: Joint, products: ProductCasts) -> Joint:
         for body, casting in zip(joint.bodies, inside, strict=True)
     )
     return replace(joint, graph=outside.graph(), bodies=bodies)
-
-
-class _Views:
-    """What the values of a graph are views of."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.types = graph.types()
-        self.makers = {o: n for n in graph.nodes for o in n.outs}
-
-    def turned(self, value: str) -> tuple[str, bool]:
-        """(the matrix that a matrix is, or is the transpose of; whether it is its transpose)."""
-        turned = False
-        while (node := self.makers.get(value)) is not None:
-            if node.op in TRANSPOSES and len(first_type(node).shape) == 2:
-                # of two dims any order but their own; one that leaves them is a view no capture makes
-                turned = not turned
-            elif not (node.op in (*ALIASES, *RESHAPES) and node.types[0] == self.types[node.args[0].name]):
-                break
-            value = node.args[0].name
-        return value, turned
-
-    def root(self, value: str) -> str:
-        """What the rows of a value are."""
-        value = self.turned(value)[0]
-        while (node := self.makers.get(value)) is not None and node.op in (*ALIASES, *RESHAPES):
-            value = node.args[0].name
-        return value
-
-    def weight(self, value: str, weights: set[str]) -> str:
-        """The parameter that an operand is, "" if it is none."""
-        matrix = self.turned(value)[0]
-        return matrix if matrix in weights else ""
 
 
 class _Casting:
@@ -135,11 +103,8 @@ class _Casting:
         headed: bool = False,
     ) -> None:
         self.before, self.weights, self.products = graph, weights, products
-        self.views, self.types = _Views(graph), graph.types()
-        self.taken = set(self.types)
-        #: (value, shape, dim along which elements share a scale, element type, whether of backward alone)
-        #: -> (scale, cast)
-        self.casts: dict[tuple[str, tuple[int, ...], int | None, str, bool], tuple[Ref, Ref]] = {}
+        self.casts = OperandCasts(graph, products.format, weights)
+        self.views, self.types = self.casts.views, self.casts.types
         #: parameter -> values that it is multiplied with
         self.forward: dict[str, set[str]] = {}
         heads = self._heads() if headed else set[str]()
@@ -152,10 +117,14 @@ class _Casting:
                 taken = matrix and not self.views.weight(other, weights) and self._plain(node)
                 if taken and self._fits(matrix) and self._chosen(node, places, heads):
                     self.forward.setdefault(matrix, set()).add(self.views.root(other))
+        self.experts = ExpertProducts(graph, self.casts, lambda node: self._chosen(node, places, heads))
 
     def graph(self) -> Graph:
         nodes: list[Node] = []
         for node in self.before.nodes:
+            if (steps := self.experts.steps_of(node)) is not None:
+                nodes += steps
+                continue
             dtypes = self._element_types(node)
             nodes += [node] if dtypes is None else self._cast(node, dtypes)
         return replace(self.before, nodes=tuple(nodes))
@@ -167,7 +136,7 @@ class _Casting:
     def _plain(self, node: Node) -> bool:
         """Whether a product is one of two float matrices."""
         types = (self.types[v] for v in self._operands(node))
-        return all(t.dtype in _FLOATS and len(t.shape) == 2 for t in types) and not node.kwargs
+        return all(t.dtype in FLOATS and len(t.shape) == 2 for t in types) and not node.kwargs
 
     def _fits(self, weight: str) -> bool:
         """Whether the products with a parameter can be of 8 bits."""
@@ -182,8 +151,8 @@ class _Casting:
             last = before.isdisjoint(node.outs)
             if last:
                 heads.add(node.name)
-            multiplies = node.op in (_MM, _ADDMM) and any(
-                self.views.weight(r, self.weights) for r in refs_of(node)
+            multiplies = node.op == EXPERT_MM or (
+                node.op in (_MM, _ADDMM) and any(self.views.weight(r, self.weights) for r in refs_of(node))
             )
             if not last or multiplies or node.op == REPEAT:
                 before.update(refs_of(node))
@@ -234,7 +203,7 @@ class _Casting:
             )
 
     def _cast(self, node: Node, dtypes: tuple[str, str]) -> list[Node]:
-        steps = Steps(node, lambda: self._name(f"{node.name}_product"))
+        steps = Steps(node, lambda: self.casts.name(f"{node.name}_product"))
         a, b = self._operands(node)
         (sa, qa), (sb, qb) = self._operand(steps, a, 1, dtypes[0]), self._operand(steps, b, 0, dtypes[1])
         out = first_type(node)
@@ -248,30 +217,17 @@ class _Casting:
 
     def _operand(self, steps: Steps, value: str, dim: int, element: str) -> tuple[Ref, Ref]:
         """(scale, cast) of an operand that is summed over a dim."""
-        how = self.products.format
         matrix, turned = self.views.turned(value)
+        made = self.casts.of(steps, matrix, 1 - dim if turned else dim, element)
+        if not turned:
+            return made
         type_ = self.types[matrix]
-        along = how.granularity(1 - dim if turned else dim)
-        scales = TensorType(scale_shape(type_.shape, along, how.block), how.scale)
-        codes = replace(type_, dtype=element)
-        # parameters are cast in backward anew, so that forward need not save the casts for it
-        half = steps.node.backward and matrix in self.weights
-        key = self.views.root(matrix), type_.shape, along, element, half
-        if key not in self.casts:
-            args = (Ref(matrix), along, how.block, Dtype(element), Dtype(how.scale))
-            scale = steps.add(AMAX_SCALE, args, scales, out=self._name(f"{matrix}_scale"))
-            cast_args = (Ref(matrix), scale, Dtype(element))
-            cast = steps.add(CAST_SCALED, cast_args, codes, out=self._name(f"{matrix}_f8"))
-            self.casts[key] = scale, cast
-        pair = zip(self.casts[key], (scales, codes), strict=True)
-        scale, cast = (self._transposed(steps, x, t) if turned else x for x, t in pair)
+        types = self.casts.scale_type(type_, 1 - dim), replace(type_, dtype=element)
+        scale, cast = (self._transposed(steps, x, t) for x, t in zip(made, types, strict=True))
         return scale, cast
 
     def _transposed(self, steps: Steps, x: Ref, type_: TensorType) -> Ref:
         if set(type_.shape) == {1}:
             return x
-        out = self._name(f"{x.name}_t")
+        out = self.casts.name(f"{x.name}_t")
         return steps.add("aten.t.default", (x,), replace(type_, shape=type_.shape[::-1]), out=out)
-
-    def _name(self, base: str) -> str:
-        return fresh_name(base, self.taken)

@@ -3,7 +3,7 @@ every state is checked by what its slots stand for: pairs of an expert and a tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.ir import Graph, Node, Ref, TensorType
+from autoshard.ir import DTYPES, Dtype, Graph, Node, Ref, TensorType
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.placement import Layout, Partial, R, Shard, local_shape
-from autoshard.rules.experts import RULES
 from autoshard.rules.local import LocalCall, MeshShape
+from autoshard.rules.registry import RULES
 from autoshard.rules.states import OpState, op_states
 from autoshard.runtime.lockstep.in_process import Together
 from autoshard.runtime.prepared_steps import PreparedSegment
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.shard_utils import reduce_parts, shard_tensor
-from autoshard.verify.rule_check import MESHES, digits_of
+from autoshard.torch_adapters.dtypes import torch_dtype
+from autoshard.verify.rule_check import MESHES, comparable, digits_of
 
 TOKENS, EACH, EXPERTS, WIDE, COLUMNS = 8, 2, 4, 6, 4
 f64 = torch.float64
+NAMES = {torch_dtype(name): name for name in DTYPES}
 #: expert 1 has no token, two choices are none of the experts
 CHOSEN = torch.tensor([[3, 0], [0, 2], [2, 3], [4, 0], [3, 2], [0, -1], [0, 3], [2, 0]])
 _ops = torch.ops.autoshard
@@ -60,6 +62,35 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("row_dots", (_real(_ROWS, WIDE), _real(_ROWS, WIDE) + 1)),
     ("put_columns", (_real(_ROWS, 3), WIDE, 1, 6, 2)),
 ]
+E4, E8, f32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
+
+
+def _scaled_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Of rows cast to 8 bits with one scale, scales of rows or of an expert's columns, or of blocks."""
+    x, grad = _real(_ROWS, WIDE).float(), _real(_ROWS, COLUMNS).float()
+    yield "amax_by_expert", (x, SLOTS, EXPERTS, E4, f32)
+    by_expert = [_ops.amax_by_expert(v, SLOTS, EXPERTS, E4, f32) for v in (x, grad)]
+    yield "cast_by_expert", (x, by_expert[0], E4, SLOTS)
+    for along, block, kind in ((None, 0, f32), (1, 0, f32), (1, 3, E8)):
+        for transposed in (False, True):
+            weight = _real(EXPERTS, COLUMNS, WIDE).float()
+            weight = weight if transposed else weight.mT.contiguous()
+            down = along and (2 if transposed else 1)
+            sx, sw = (_ops.amax_scale(v, d, block, E4, kind) for v, d in ((x, along), (weight, down)))
+            qx, qw = _ops.cast_scaled(x, sx, E4), _ops.cast_scaled(weight, sw, E4)
+            yield "scaled_expert_mm", (sx, sw, qx, SLOTS, qw, transposed, f32)
+            if block:
+                continue
+            if along:
+                sx, sg = by_expert
+                qx, qg = (_ops.cast_by_expert(v, s, E4, SLOTS) for v, s in ((x, sx), (grad, sg)))
+            else:
+                sg = _ops.amax_scale(grad, None, 0, E4, f32)
+                qg = _ops.cast_scaled(grad, sg, E4)
+            yield "scaled_expert_outer", (sx, sg, qx, qg, SLOTS, EXPERTS, transposed, f32)
+
+
+CALLS += _scaled_calls()
 
 
 @dataclass(frozen=True)
@@ -75,7 +106,14 @@ class _Value:
         slots = x.shape[0] == _ROWS
         shape = (EXPERTS * TOKENS, *x.shape[1:]) if slots else tuple(x.shape)
         filled = FILLED if slots else (1, 1) if x is CHOSEN else None
-        return cls(x, TensorType(shape, "f64" if x.is_floating_point() else "i64", filled), slots)
+        return cls(x, TensorType(shape, NAMES[x.dtype], filled), slots)
+
+
+def _argument(given: Any, names: Iterator[str]) -> Any:
+    """As a program has it."""
+    if isinstance(given, torch.Tensor):
+        return Ref(next(names))
+    return Dtype(NAMES[given]) if isinstance(given, torch.dtype) else given
 
 
 def test_what_the_checks_stand_on() -> None:
@@ -135,10 +173,10 @@ def test_every_state_gives_the_op(name: str, args: tuple[Any, ...]) -> None:
     out = _Value.of(getattr(_ops, name)(*args))
     if name == "choices":
         out = replace(out, type=replace(out.type, filled=(1, 1)))
-    names = iter("xyzw")
+    names = iter("xyzwv")
     node = Node(
         op,
-        tuple(Ref(next(names)) if isinstance(a, torch.Tensor) else a for a in args),
+        tuple(_argument(a, names) for a in args),
         (),
         ("out",),
         (out.type,),
@@ -206,7 +244,7 @@ def _check(
         ]
         made = together.run(node, calls)
     else:
-        inputs = tuple((f"{n}", t) for n, t in zip("xyzw", types, strict=False))
+        inputs = tuple((f"{n}", t) for n, t in zip("xyzwv", types, strict=False))
         graph = Graph("sample", inputs, (node,), node.outs)
         runs = [PreparedSegment(graph, view, partial, torch.device("cpu")) for view in views]
         made = [run(xs, 0)[0] for run, xs in zip(runs, parts, strict=True)]
@@ -219,13 +257,14 @@ def _check(
         key = tuple(c for c, p in zip(view.coords, layout, strict=True) if not isinstance(p, Partial))
         groups.setdefault(key, []).append(rank)
     for ranks in groups.values():
-        found = reduce_parts([made[r] for r in ranks], "sum") if len(ranks) > 1 else made[ranks[0]]
+        how = next((p.reduce for p in layout if isinstance(p, Partial)), "sum")
+        found = reduce_parts([made[r] for r in ranks], how) if len(ranks) > 1 else made[ranks[0]]
         if out.slots:
             wanted = _rows_at(out.x, layout, views[ranks[0]], places[ranks[0]])
         else:
             wanted = shard_tensor(out.x, layout, sizes, views[ranks[0]].coords)
             assert tuple(found.shape) == local_shape(out.x.shape, layout, sizes, views[ranks[0]].coords)
-        torch.testing.assert_close(found, wanted, msg=lambda text: f"{told}: {text}")
+        torch.testing.assert_close(comparable(found), comparable(wanted), msg=lambda text: f"{told}: {text}")
     return is_collective(node)
 
 

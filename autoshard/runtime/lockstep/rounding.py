@@ -11,9 +11,10 @@ import torch
 from autoshard.ir import Node
 from autoshard.ir.collectives import sent_bits, transfer_of
 from autoshard.ir.quantized import WIRE_BITS
-from autoshard.ir.scaled import CAST_SCALED, ELEMENTS
+from autoshard.ir.scaled import CAST_BY_EXPERT, ELEMENTS, ROUNDS
 from autoshard.kernels.quant import dequantise, dequantise_rows, quantise_rows
 from autoshard.ops.scaled import scaled_back
+from autoshard.ops.scaled_experts import by_slot
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.runtime.resolve import find_op
 from autoshard.runtime.shard_utils import join_parts, reduce_parts, take_part
@@ -70,15 +71,17 @@ def of_tokens(node: Node, given: Sequence[Sequence[Any]], segment: str) -> Round
 
 def rounded_output(node: Node) -> int | None:
     """Which output of an op is rounded to 8 bits, None for other ops."""
-    if node.op == CAST_SCALED:
+    if node.op in ROUNDS:
         return 0 if node.args[2].name in ELEMENTS else None
     return NORMS[node.op][0] if node.op in NORMS else None
 
 
 def of_op(node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor], segment: str) -> Rounding:
     """Of an op with a `rounded_output`, over all ranks. given: its arguments per rank. outs: that output."""
-    if node.op == CAST_SCALED:
-        back = [(scaled_back(out, args[1]), args[0]) for args, out in zip(given, outs, strict=True)]
+    if node.op in ROUNDS:
+        scales = [by_slot(args[1], args[3]) if node.op == CAST_BY_EXPERT else args[1] for args in given]
+        casts = zip(given, outs, scales, strict=True)
+        back = [(scaled_back(out, scale), args[0]) for args, out, scale in casts]
         return Rounding("cast", node.name, WIRE_BITS, _error(back), segment)
     norm = find_op(_PLAIN[node.op])
     place, last = NORMS[node.op]

@@ -91,6 +91,7 @@ class Kinds:
                     rule.flops,
                     rule.slowdown,
                     rule.rate,
+                    rule.copies,
                     rule.inputs,
                     rule.outputs,
                     ins,
