@@ -18,7 +18,7 @@ Differentiate = Literal["auto", "all"]
 #: types that a model may compute in, "" for its own
 PRECISIONS = ("", "bf16", "fp16")
 #: formats of the operands of matrix products (`ir.scaled`), "" for the type that the model computes in
-PRODUCTS = ("", "float8-tensorwise", "float8-rowwise", "float8-rowwise-gw-hp", "mxfp8")
+PRODUCTS = ("", "float8-tensorwise", "float8-rowwise", "float8-rowwise-gw-hp", "mxfp8", "nvfp4")
 #: how ops of a program are run, "" for inductor on GPUs and interpreter elsewhere
 Codegen = Literal["", "interpreter", "inductor"]
 
@@ -51,7 +51,7 @@ class PlanOptions:
     )
     products: str = option(
         "",
-        "8-bit format of the operands of products with parameters: "
+        "8-bit or 4-bit format of the operands of products with parameters: "
         f"{', '.join(PRODUCTS[1:])}; with ':' and module paths, of these only [default: none]",
         metavar="float8-rowwise[:GLOB,...]",
     )

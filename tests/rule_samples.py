@@ -351,6 +351,32 @@ def _scaled(m: Make) -> Iterator[OpSample]:
         yield OpSample("autoshard.scaled_mm.default", (sa, sb, qa, qb, f32))
 
 
+def _packed(m: Make) -> Iterator[OpSample]:
+    """Two elements of 4 bits in a byte, with scales of 16 in a row, of 16 by 16, and of 16 in a column."""
+    e4, u8, ops = torch.float8_e4m3fn, torch.uint8, torch.ops.autoshard
+    made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for x, block, dim in (
+        (m.real(64, 128).float(), (1, 16), 1),
+        (m.real(128, 64).float(), (16, 16), 1),
+        (m.real(128, 64).float(), (16, 1), 0),
+        (m.real(64, 128).float(), (16, 16), 0),
+    ):
+        whole = ops.amax_scale(x, None, 0, u8, f32)
+        scale = ops.block_scale(x, whole, e4, block)
+        yield OpSample("autoshard.block_scale.default", (x, whole, e4, block))
+        args = (x, scale, u8, whole, dim, block == (16, 1))
+        yield OpSample("autoshard.cast_packed.default", args)
+        made.append((whole, scale, ops.cast_packed(*args)))
+        yield OpSample("autoshard.rotated.default", (x, dim))
+    for (a, packed_a), (b, packed_b) in (
+        ((made[0], 1), (made[1], 1)),
+        ((made[0], 1), (made[2], 0)),
+        ((made[3], 0), (made[2], 0)),
+    ):
+        pairs = (x for both in zip(a, b, strict=True) for x in both)
+        yield OpSample("autoshard.packed_mm.default", (*pairs, packed_a, packed_b, f32))
+
+
 def _matmuls(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.mm.default", (m.real(5, 6), m.real(6, 7)))
     yield OpSample("aten.mm.default", (m.real(8, 1), m.real(1, 12)))
@@ -368,6 +394,7 @@ def _matmuls(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.baddbmm.default", (m.real(4, 1, 7), m.real(4, 5, 6), m.real(4, 6, 7)))
     yield OpSample("aten.mv.default", (m.real(5, 6), m.real(6)))
     yield from _scaled(m)
+    yield from _packed(m)
     yield OpSample("aten.dot.default", (m.real(6), m.real(6)))
     plain = [[2, 1], [1, 1], [1, 1], False, [0, 0], 1]
     for bias in (None, m.real(6)):

@@ -1,4 +1,4 @@
-"""Linear layers and experts that cast the operands of their products to 8 bits by hand."""
+"""Linear layers and experts that cast the operands of their products to 8 or 4 bits by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from autoshard.ops.packed import dither, rotated
 from autoshard.options import PRODUCTS
 from benchmarks.gpu_steps import StepCase
 
@@ -28,6 +29,48 @@ def rounded(x: torch.Tensor, dim: int | None, dtype: torch.dtype, block: int) ->
     size = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = size.clamp_min(1e-12) / top
     return (x / scale).clamp(-top, top).to(dtype).float() * scale
+
+
+#: 16 by 16, of +-1/4, orthogonal: by blocks of rows that are summed over
+ROTATION = rotated(torch.eye(16), 1)
+CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_4_bits(x: torch.Tensor, down: int, across: int, stochastic: bool = False) -> torch.Tensor:
+    """What is left of a matrix in e2m1, with scales in e4m3 of blocks and one of all of it."""
+    whole = x.abs().max() / (6 * 448)
+    blocks = x.unflatten(1, (-1, across)).unflatten(0, (-1, down))
+    eighths = (blocks.abs().amax((1, 3), keepdim=True) / 6 / whole).clamp(2**-9, 448).to(E4)
+    scale = eighths.float() * whole
+    size = (blocks / scale).abs().clamp(max=6)
+    above = torch.bucketize(size, CODES).clamp(max=7)
+    below = (above - 1).clamp(min=0)
+    lower, upper = size - CODES[below], CODES[above] - size
+    code = torch.where((lower < upper) | ((lower == upper) & (below % 2 == 0)), below, above)
+    if stochastic:
+        dim = 0 if across == 1 else 1
+        nearest = (code + 8 * (blocks < 0)).to(torch.uint8).flatten(2, 3).flatten(0, 1)
+        noise = dither(nearest.movedim(dim, -1), eighths[:, 0, :, 0].movedim(dim, -1), whole).movedim(-1, dim)
+        noise = noise.unflatten(1, (-1, across)).unflatten(0, (-1, down))
+        code = torch.where(lower / (lower + upper) + noise >= 1, above, below)
+    return (CODES[code] * blocks.sign() * scale).flatten(2, 3).flatten(0, 1)
+
+
+def turned_tokens(x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bik,ij->bjk", x.unflatten(0, (-1, 16)), ROTATION).flatten(0, 1)
+
+
+class In4Bits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return in_4_bits(x, 1, 16) @ in_4_bits(weight, 16, 16).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x, weight), (dy,) = ctx.saved_tensors, grads
+        left, right = (in_4_bits(turned_tokens(v), 16, 1, v is dy) for v in (dy, x))
+        return in_4_bits(dy, 1, 16, True) @ in_4_bits(weight, 16, 16), left.t() @ right
 
 
 class Scaled(torch.autograd.Function):
@@ -110,7 +153,12 @@ class ByHand(nn.Module):
         self.weight, self.bias, self.how = linear.weight, linear.bias, how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = Scaled.apply(x.flatten(0, -2), self.weight, self.how)
+        rows = x.flatten(0, -2)
+        y: torch.Tensor = (
+            In4Bits.apply(rows, self.weight)
+            if self.how == "nvfp4"
+            else Scaled.apply(rows, self.weight, self.how)
+        )
         return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
 
 
@@ -119,7 +167,7 @@ def by_hand(model: nn.Module, how: str, chosen: Callable[[str], bool]) -> nn.Mod
     for name, module in list(made.named_modules()):
         if isinstance(module, nn.Linear) and chosen(name):
             made.set_submodule(name, ByHand(module, how))
-        elif type(module).__name__ == "MixtralExperts" and chosen(name):
+        elif type(module).__name__ == "MixtralExperts" and chosen(name) and how != "nvfp4":
             made.set_submodule(name, ExpertsByHand(module, how))
     return made
 

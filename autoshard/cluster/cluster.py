@@ -26,8 +26,8 @@ USABLE_FRACTION = 0.94
 #: Share of computing that hides collectives of parameters where a cluster file does not say: NCCL's kernels
 #: take multiprocessors and memory bandwidth from what they hide behind. Assumed.
 OVERLAP = 0.8
-#: types that a device may have a rate for; f8: of products of 8-bit floats with scales
-RATES = (*DTYPES, "f8")
+#: types that a device may have a rate for; f8, f4: of products of 8-bit and 4-bit floats with scales
+RATES = (*DTYPES, "f8", "f4")
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,9 @@ def reached_rate(
 
 
 def sustained(dtype: str, device: Device) -> float:
-    """Part of `flop_rate` that the clock under load leaves to products, or to those of 8 bits of theirs."""
-    return device.kernels.clock * (device.kernels.narrow if dtype == "f8" else 1.0)
+    """Part of `flop_rate` that the clock under load leaves to products, or to those of 8 bits of theirs, and,
+    as is assumed, to those of 4."""
+    return device.kernels.clock * (device.kernels.narrow if dtype in ("f8", "f4") else 1.0)
 
 
 def filled(depth: float, dtype: str, device: Device, aligned: float = 1.0) -> float:

@@ -28,7 +28,7 @@ from autoshard.ir.experts import destinations
 from autoshard.ir.local_bytes import held_bytes, held_shape
 from autoshard.ir.placement import Layout
 from autoshard.ir.rings import joined_bytes
-from autoshard.ir.scaled import copies_of
+from autoshard.ir.scaled import copies_of, packed_copies, packed_rate
 from autoshard.rules.core import Dims, Factored, TileFn
 from autoshard.rules.states import OpState
 
@@ -81,12 +81,15 @@ class CostModel:
             for number, (type_, layout) in enumerate(zip(outs, states[0].outputs, strict=True))
             if type_ is not None and layout is not None
         ]
-        dtype = rule.rate or next((type_.dtype for _, type_ in products if type_.is_float), "f32")
+        native = "f4" in self.device.peak_flops
+        units = packed_rate(native) if rule.packed else rule.rate
+        dtype = units or next((type_.dtype for _, type_ in products if type_.is_float), "f32")
         moved = np.zeros(len(states))
         hidden = inside if self.device.compiled and inside else (False,) * (len(ins) + len(outs))
         copies = rule.copies
-        if rule.rate and not copies:
-            copies = *(0.0 for _ in ins[:-2]), *copies_of(rule.rate, turned)
+        if units and not copies:
+            each = packed_copies(native, turned) if rule.packed else copies_of(units, turned)
+            copies = *(0.0 for _ in ins[:-2]), *each
         for number, type_ in enumerate(ins):
             times = scale if grow and grow[number] else 1.0
             times *= not hidden[number]
@@ -104,7 +107,9 @@ class CostModel:
         if rule.kernel == "product":
             held = grow[-3:] if grow else (True, True, True)
             waves = waves or not held[-1]
-            flops /= self._reached(ins[-2:], states, sizes, _growing(held, scale), dtype, turned, waves=waves)
+            flops /= self._reached(
+                rule.operands(ins), states, sizes, _growing(held, scale), dtype, turned, waves=waves
+            )
         elif rule.kernel == "" and rule.kind == "matmul":
             # experts and convolutions: every sum takes as much longer as a tile takes to begin and to end
             flops += np.where(flops > 0, 2.0 * begin_and_end(dtype, device) * sums, 0.0)

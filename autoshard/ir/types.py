@@ -15,6 +15,8 @@ DTYPES: dict[str, tuple[str, int]] = {
     "i32": ("int32", 4),
     "i16": ("int16", 2),
     "i8": ("int8", 1),
+    # two elements e2m1, as an operand of a product has them (`ops.packed`); in memory, and to torch, a u8
+    "f4e2m1x2": ("uint8", 1),
     "u8": ("uint8", 1),
     "bool": ("bool", 1),
     # of operands of products, and of their scales (`ir.scaled`)

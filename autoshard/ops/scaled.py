@@ -40,7 +40,9 @@ def amax_scale(
 
 def scale_of(largest: torch.Tensor, element: torch.dtype, scale: torch.dtype) -> torch.Tensor:
     """By what elements are divided of which these are the largest."""
-    result = largest.float().clamp_min(_LEAST) / torch.finfo(element).max
+    # of 4 bits the largest code, 6, times the largest scale of a block (`ops.packed`)
+    most = 6.0 * 448.0 if element == torch.uint8 else torch.finfo(element).max
+    result = largest.float().clamp_min(_LEAST) / most
     return result if scale == torch.float32 else torch.exp2(torch.ceil(torch.log2(result))).to(scale)
 
 

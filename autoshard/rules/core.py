@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from autoshard.ir import Node, Ref, TensorType
 from autoshard.ir.placement import Layout, Shard
+from autoshard.ir.scaled import elements
 
 if TYPE_CHECKING:
     from autoshard.rules.local import LocalCall
@@ -64,7 +65,8 @@ class Factored:
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
         product is done, where not at that of its result. copies: bytes moved per byte of each input before
-        it is multiplied, () for what `ir.scaled.copies_of` says. slowdown: as many times as long as a kernel
+        it is multiplied, () for what `ir.scaled.copies_of` says. packed: dims along which two elements of the
+        operands of a product share a byte, () for none. slowdown: as many times as long as a kernel
         of its name takes it. tile: of a call that runs others on some rows at a time, what these are on a
         rank.
     """
@@ -86,6 +88,7 @@ class Factored:
     recomputed: float = 0.0
     rate: str = ""
     copies: tuple[float, ...] = ()
+    packed: tuple[int, ...] = ()
     tile: TileFn | None = None
     slowdown: float = 1.0
 
@@ -127,6 +130,13 @@ class Factored:
             self.exchange,
             self.ring,
         )
+
+    def operands(self, ins: Sequence[TensorType]) -> list[TensorType]:
+        """The matrices of a product, with as many elements as they stand for."""
+        return [
+            replace(t, shape=elements(t.shape, dim))
+            for t, dim in zip(ins[-2:], self.packed or (None, None), strict=True)
+        ]
 
     def may_split(self, factor: int, outer: int) -> bool:
         """Whether a factor may be split that is seen as ``outer`` blocks (`ir.placement.Shard`)."""

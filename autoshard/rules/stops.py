@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.collectives import is_message, spec_of
-from autoshard.rules import attention, experts, matmul, scaled, scaled_experts
+from autoshard.rules import attention, experts, matmul, packed, scaled, scaled_experts
 
 #: ops that take long
 PRODUCTS = frozenset(
@@ -20,6 +20,7 @@ PRODUCTS = frozenset(
         *experts.RULES,
         *scaled.PRODUCTS,
         *scaled_experts.PRODUCTS,
+        *packed.PRODUCTS,
         "aten.addmm.default",
     )
 )

@@ -61,7 +61,8 @@ class Behaviour:
     is gathered as it lies, and gradients of one that is reduced so. ready_bytes: per element of a
     gradient, moved to make it ready for its reduction beside a copy in its own type. dropout:
     probability, whose masks of one byte are kept, 0 for none. product_dtype: of the large products, ""
-    for that of the parameters; narrow_bytes: that making narrow copies of their factors moves per
+    for that of the parameters; four_bits: whether products of 4-bit operands have units of their own;
+    narrow_bytes: that making narrow copies of their factors moves per
     element; narrow_weights: whether weights are made narrow for every product, or once a step, which is
     not counted; narrow_gathers: whether what only such products take is made narrow before it is
     gathered. eager: whether modules of layers issue ops in Python, which takes their host longer than a
@@ -104,6 +105,7 @@ class Behaviour:
     ready_bytes: float = 0.0
     dropout: float = 0.0
     product_dtype: str = ""
+    four_bits: bool = False
     narrow_bytes: float = 3.0
     narrow_weights: bool = True
     narrow_gathers: bool = False
@@ -123,4 +125,4 @@ def behaviour_on(
 ) -> Behaviour:
     """Of our runtime. codegen: of the program, "" where the device decides."""
     fused = codegen == "inductor" or (not codegen and device.compiled)
-    return Behaviour(fused=fused, recipe=recipe, routing=routing)
+    return Behaviour(fused=fused, recipe=recipe, routing=routing, four_bits="f4" in device.peak_flops)

@@ -25,10 +25,18 @@ from autoshard.ir.placement import Layout, R, Shard, in_one_piece, local_extent,
 from autoshard.ir.quantized import packed_bytes
 from autoshard.ir.routing import EVEN
 from autoshard.ir.row_tiles import TILES, RowTiles, has_rows, tiles_of
-from autoshard.ir.scaled import SCALED_MM, copies_of, expert_copies, rate_of
+from autoshard.ir.scaled import (
+    PACKED_MM,
+    SCALED_MM,
+    copies_of,
+    expert_copies,
+    packed_copies,
+    packed_rate,
+    rate_of,
+)
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
-from autoshard.rules import attention, experts, matmul, scaled, scaled_experts
+from autoshard.rules import attention, experts, matmul, packed, scaled, scaled_experts
 from autoshard.rules.chains import ALONE, InKernel
 from autoshard.rules.stops import PRODUCTS
 from autoshard.simulate import rings
@@ -153,6 +161,8 @@ class Ops:
             copied = of_left * self.nbytes(left) + of_right * self.nbytes(right)
             product = self._product(ins, outs[0], rate)
             return [MemoryWork(copied), product] if copied else [product]
+        if node.op == PACKED_MM:
+            return self._packed(node, ins, outs[0])
         if node.op in scaled_experts.PRODUCTS:
             rate = rate_of(ins[0].type.dtype)
             each = zip(expert_copies(node, rate), ins, strict=True)
@@ -210,6 +220,16 @@ class Ops:
         taken = sum(self.nbytes(v) for v in ins[-2:])
         turned = ins[-2].turned, ins[-1].turned
         return MatmulWork(batch, rows, columns, depth, dtype, taken + self.nbytes(out), turned)
+
+    def _packed(self, node: Node, ins: Sequence[PlacedValue], out: PlacedValue) -> list[Work]:
+        """A product of operands of 4 bits, and what is copied before it."""
+        native = self.behaviour.four_bits
+        product = self._product(ins, out, packed_rate(native))
+        left, right = ins[-2:]
+        of_left, of_right = packed_copies(native, product.turned)
+        copied = of_left * self.nbytes(left) + of_right * self.nbytes(right)
+        depth = product.depth * (2 if node.args[6] == 1 else 1)
+        return [*([MemoryWork(copied)] if copied else []), replace(product, depth=depth)]
 
     def _other_products(
         self, node: Node, ins: Sequence[PlacedValue], outs: Sequence[PlacedValue], dtype: str, moved: float
@@ -586,7 +606,14 @@ def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorTy
     node = replace(node, args=tuple(a.size if isinstance(a, LocalSize) else a for a in node.args))
     if node.op == "aten.addmm.default":
         return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
-    for rules in (matmul.RULES, attention.RULES, experts.RULES, scaled.PRODUCTS, scaled_experts.PRODUCTS):
+    for rules in (
+        matmul.RULES,
+        attention.RULES,
+        experts.RULES,
+        scaled.PRODUCTS,
+        scaled_experts.PRODUCTS,
+        packed.PRODUCTS,
+    ):
         if node.op in rules:
             return rules[node.op](node, ins).flops
     return 0.0

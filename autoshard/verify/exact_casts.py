@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from autoshard.ir import Dtype, Node, TensorType
 from autoshard.ir.lowered import LoweredSegment
-from autoshard.ir.scaled import ELEMENTS, ROUNDS
+from autoshard.ir.scaled import ELEMENTS, FP4, ROUNDS
 from autoshard.program.program import Program
 
-_WIDE = "f32"
+_WIDE, _PAIR = "f32", "c64"
 
 
 def with_exact_casts(program: Program) -> Program:
@@ -36,9 +36,18 @@ def _segment(segment: LoweredSegment) -> LoweredSegment:
 
 def _node(node: Node) -> Node:
     types = tuple(t and _type(t) for t in node.types)
-    args = (*node.args[:2], Dtype(_WIDE), *node.args[3:]) if node.op in ROUNDS else node.args
+    args = node.args
+    if node.op in ROUNDS:
+        args = (*args[:2], Dtype(_of(args[2].name)), *args[3:])
     return replace(node, args=args, types=types)
 
 
 def _type(type_: TensorType) -> TensorType:
-    return replace(type_, dtype=_WIDE) if type_.dtype in ELEMENTS else type_
+    return replace(type_, dtype=_of(type_.dtype))
+
+
+def _of(dtype: str) -> str:
+    """The type of a cast that rounds nothing: a pair of 4-bit elements becomes one of two floats."""
+    if dtype not in ELEMENTS:
+        return dtype
+    return _PAIR if dtype == FP4 else _WIDE

@@ -14,6 +14,7 @@ from dataclasses import replace
 from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.collectives import (
     ALL_GATHER,
+    ALL_REDUCE,
     BUCKET_COLLECTIVES,
     COLLECTIVES,
     TENSOR_COLLECTIVES,
@@ -22,13 +23,13 @@ from autoshard.ir.collectives import (
     transfers_of,
 )
 from autoshard.ir.lowered import Lowered, LoweredSegment
-from autoshard.ir.scaled import AMAX_SCALE, CAST_SCALED
+from autoshard.ir.scaled import BLOCK_SCALE, CASTS, LARGEST
 from autoshard.passes.segment_parts import derived_values
 
 #: collectives that have a form for many tensors
 BUCKETED = frozenset(TENSOR_COLLECTIVES[transfer].op for transfer in BUCKET_COLLECTIVES)
 #: what may be between a parameter and its gather
-_CASTS = frozenset((AMAX_SCALE, CAST_SCALED))
+_CASTS = frozenset((*LARGEST, *CASTS, BLOCK_SCALE))
 #: bytes of full tensors from which on they do not travel with what is waited for earlier
 _MUCH = 1 << 20
 
@@ -39,7 +40,7 @@ def bucket_collectives(lowered: Lowered, parameters: Collection[str], *, apart: 
     parameters: inputs of the program. apart: whether gathers whose results are regathered have messages
     of their own.
     """
-    moved = derived_values(lowered, parameters, lambda node: node.op in _CASTS or node.op == ALL_GATHER.op)
+    moved = derived_values(lowered, parameters, lambda node: _casts(node) or node.op == ALL_GATHER.op)
     segments = {
         name: _segment(segment, apart, moved.get(name, ())) for name, segment in lowered.segments.items()
     }
@@ -63,7 +64,7 @@ def _gathers_together(graph: Graph, apart: bool, parameters: Collection[str]) ->
     early = {n for n, _ in graph.inputs}
     casts: list[Node] = []
     for node in graph.nodes:
-        if node.op in _CASTS and early.issuperset(refs_of(node)):
+        if _casts(node) and early.issuperset(refs_of(node)):
             casts.append(node)
             early.update(node.outs)
     gathers = [n for n in graph.nodes if n.op == ALL_GATHER.op and n.args[0].name in early]
@@ -78,7 +79,7 @@ def _gathers_together(graph: Graph, apart: bool, parameters: Collection[str]) ->
         merged = [*_merged(waited, graph, parameters), *_merged(others, graph, parameters)]
     else:
         merged = _merged(gathers, graph, parameters)
-    merged = [*casts, *merged]
+    merged = [*_maxima_together(casts, graph), *merged]
     chosen = {n.name for n in (*casts, *gathers)}
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -88,6 +89,23 @@ def _gathers_together(graph: Graph, apart: bool, parameters: Collection[str]) ->
             nodes += merged
             merged = []
     return replace(graph, nodes=tuple(nodes))
+
+
+def _casts(node: Node) -> bool:
+    """Whether it may be between a parameter and its gather: also the scale of all of it, over ranks."""
+    return node.op in _CASTS or (node.op == ALL_REDUCE.op and node.kwarg("op") == "max")
+
+
+def _maxima_together(casts: Sequence[Node], graph: Graph) -> list[Node]:
+    """The same, with what several reduce over an axis in one message, first those that wait for none."""
+    result, left = list[Node](), list(casts)
+    while left:
+        ready = {o for n in result for o in n.outs} | {n for n, _ in graph.inputs}
+        now = [n for n in left if n.op != ALL_REDUCE.op and ready.issuperset(refs_of(n))]
+        now = now or _merged([n for n in left if ready.issuperset(refs_of(n))], graph)
+        result += now
+        left = [n for n in left if not set(n.outs) <= {o for new in now for o in new.outs}]
+    return result
 
 
 def _reductions_last(graph: Graph) -> Graph:

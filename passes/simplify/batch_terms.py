@@ -472,7 +472,7 @@ class _Following:
     def _note(self, node: Node, why: str) -> None:
         """Once for a line of the user's, and once for all scales of products."""
         if node.op in LARGEST:
-            self.notes.setdefault("scales", "the scales of operands of products in 8 bits")
+            self.notes.setdefault("scales", "the scales of operands of products in 8 or 4 bits")
             return
         where = node.origin.source or node.origin.fqn or "the model"
         self.notes.setdefault(where, f"{node.op.split('.')[1]} at {where} ({why})")

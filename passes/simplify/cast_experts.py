@@ -2,7 +2,7 @@
 
 The gradient of a matrix is a sum over the rows of its expert, whose columns have scales of their own, each
 for the rows of an expert on all ranks. There are as many rows as tokens chose it, which are no full blocks:
-formats with blocks leave these products as they are.
+formats with blocks leave these products as they are. Those of 4 bits leave all products of experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ExpertProducts:
 
     def __init__(self, graph: Graph, casts: OperandCasts, chosen: Callable[[Node], bool]) -> None:
         self.casts, self.types, self.format = casts, casts.types, casts.format
-        products = [n for n in graph.nodes if n.op == EXPERT_MM and self._fits(n)]
+        given = () if self.format.packed else graph.nodes
+        products = [n for n in given if n.op == EXPERT_MM and self._fits(n)]
         forward = [n for n in products if not n.backward and chosen(n)]
         #: matrices -> rows that forward multiplies with them
         self.forward: dict[str, set[str]] = {}

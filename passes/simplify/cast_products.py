@@ -1,4 +1,4 @@
-"""Cast the operands of products with parameters to 8-bit floats, in forward and in backward (`ir.scaled`).
+"""Cast the operands of products with parameters to 8 or 4 bits, in forward and in backward (`ir.scaled`).
 
 A product x @ W of forward, and those that make the gradients of x and of W, multiply casts of their operands
 with scales that are computed where they are needed ("dynamic"). A cast is a value as any other: what is
@@ -24,6 +24,7 @@ from autoshard.ir.scaled import FORMATS, SCALED_MM, WORD, ProductFormat
 from autoshard.passes.rewrite import Steps, first_type
 from autoshard.passes.simplify.cast_experts import EXPERT_MM, ExpertProducts
 from autoshard.passes.simplify.operand_casts import FLOATS, OperandCasts
+from autoshard.passes.simplify.pack_operands import PackedOperands
 
 _MM, _ADDMM, _ADD = "aten.mm.default", "aten.addmm.default", "aten.add.Tensor"
 
@@ -105,6 +106,7 @@ class _Casting:
         self.before, self.weights, self.products = graph, weights, products
         self.casts = OperandCasts(graph, products.format, weights)
         self.views, self.types = self.casts.views, self.casts.types
+        self.packed = PackedOperands(self.casts)
         #: parameter -> values that it is multiplied with
         self.forward: dict[str, set[str]] = {}
         heads = self._heads() if headed else set[str]()
@@ -125,8 +127,8 @@ class _Casting:
             if (steps := self.experts.steps_of(node)) is not None:
                 nodes += steps
                 continue
-            dtypes = self._element_types(node)
-            nodes += [node] if dtypes is None else self._cast(node, dtypes)
+            gradients = self._gradients(node)
+            nodes += [node] if gradients is None else self._cast(node, gradients)
         return replace(self.before, nodes=tuple(nodes))
 
     def _operands(self, node: Node) -> tuple[str, str]:
@@ -167,19 +169,18 @@ class _Casting:
             raise _LayersDifferError
         return any(said)
 
-    def _element_types(self, node: Node) -> tuple[str, str] | None:
-        """Of the operands of a product that is cast, None for any other node."""
+    def _gradients(self, node: Node) -> tuple[bool, bool] | None:
+        """Which operands of a product that is cast are gradients of results, None for any other node."""
         if node.op not in (_MM, _ADDMM) or not self._plain(node):
             return None
         operands = self._operands(node)
         weights = [self.views.weight(v, self.weights) for v in operands]
         roots = [self.views.root(v) for v in operands]
-        element, gradient = self.products.format.element, self.products.format.gradient
         for k, weight in enumerate(weights):
             if weight and not weights[1 - k] and weight in self.forward:
                 if not node.backward:
-                    return (element, element) if roots[1 - k] in self.forward[weight] else None
-                return (element, gradient) if k == 0 else (gradient, element)
+                    return (False, False) if roots[1 - k] in self.forward[weight] else None
+                return k == 1, k == 0
         if not node.backward or not self.products.format.weight_gradient:
             return None
         new = first_type(node).shape
@@ -188,7 +189,7 @@ class _Casting:
             for k in range(2):
                 if roots[k] in others and new in (shape, shape[::-1]) and roots[1 - k] not in others:
                     self._check_tokens(node)
-                    return (element, gradient) if k == 0 else (gradient, element)
+                    return k == 1, k == 0
         return None
 
     def _check_tokens(self, node: Node) -> None:
@@ -202,18 +203,25 @@ class _Casting:
                 hint=f"pad sequences to a multiple of {block}, or use float8-rowwise",
             )
 
-    def _cast(self, node: Node, dtypes: tuple[str, str]) -> list[Node]:
+    def _cast(self, node: Node, gradients: tuple[bool, bool]) -> list[Node]:
         steps = Steps(node, lambda: self.casts.name(f"{node.name}_product"))
         a, b = self._operands(node)
-        (sa, qa), (sb, qb) = self._operand(steps, a, 1, dtypes[0]), self._operand(steps, b, 0, dtypes[1])
-        out = first_type(node)
-        args = (sa, sb, qa, qb, Dtype(out.dtype))
-        if node.op == _MM:
-            steps.add(SCALED_MM, args, out, out=node.name)
+        how, added = self.products.format, node.op == _ADDMM
+        name = None if added else node.name
+        if how.packed:
+            product = self.packed.product(steps, a, b, gradients, name)
         else:
-            product = steps.add(SCALED_MM, args, out)
-            steps.add(_ADD, (product, node.args[0]), out, out=node.name)
+            kinds = [how.gradient if gradient else how.element for gradient in gradients]
+            product = self._scaled(steps, a, b, kinds, name)
+        if added:
+            steps.add(_ADD, (product, node.args[0]), first_type(node), out=node.name)
         return steps.made
+
+    def _scaled(self, steps: Steps, a: str, b: str, dtypes: Sequence[str], name: str | None) -> Ref:
+        """The product of operands in 8 bits."""
+        (sa, qa), (sb, qb) = self._operand(steps, a, 1, dtypes[0]), self._operand(steps, b, 0, dtypes[1])
+        out = first_type(steps.node)
+        return steps.add(SCALED_MM, (sa, sb, qa, qb, Dtype(out.dtype)), out, out=name)
 
     def _operand(self, steps: Steps, value: str, dim: int, element: str) -> tuple[Ref, Ref]:
         """(scale, cast) of an operand that is summed over a dim."""

@@ -41,7 +41,7 @@ def nodes_of(program: Program, *ops: str) -> list[Node]:
     return [n for s in program.lowered.segments.values() for n in s.graph.nodes if n.op.startswith(ops)]
 
 
-@pytest.mark.parametrize("products", FORMATS)
+@pytest.mark.parametrize("products", [name for name in FORMATS if name != "nvfp4"])
 @pytest.mark.parametrize(
     ("mesh", "chunks"), [("dp=1", 1), ("ep=4", 1), ("ep=4", 2), ("fsdp=2,ep=2", 1), ("fsdp=2,tp=2", 1)]
 )

@@ -11,8 +11,9 @@ import torch
 from autoshard.ir import Node
 from autoshard.ir.collectives import sent_bits, transfer_of
 from autoshard.ir.quantized import WIRE_BITS
-from autoshard.ir.scaled import CAST_BY_EXPERT, ELEMENTS, ROUNDS
+from autoshard.ir.scaled import CAST_BY_EXPERT, CAST_PACKED, CASTS, ELEMENTS
 from autoshard.kernels.quant import dequantise, dequantise_rows, quantise_rows
+from autoshard.ops.packed import unpacked
 from autoshard.ops.scaled import scaled_back
 from autoshard.ops.scaled_experts import by_slot
 from autoshard.rules.quantized_gather import NORMS, WIRED
@@ -71,14 +72,17 @@ def of_tokens(node: Node, given: Sequence[Sequence[Any]], segment: str) -> Round
 
 def rounded_output(node: Node) -> int | None:
     """Which output of an op is rounded to 8 bits, None for other ops."""
-    if node.op in ROUNDS:
+    if node.op in CASTS:
         return 0 if node.args[2].name in ELEMENTS else None
     return NORMS[node.op][0] if node.op in NORMS else None
 
 
 def of_op(node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor], segment: str) -> Rounding:
     """Of an op with a `rounded_output`, over all ranks. given: its arguments per rank. outs: that output."""
-    if node.op in ROUNDS:
+    if node.op == CAST_PACKED:
+        pairs = [(unpacked(out, args[1], *args[3:5]), args[0]) for args, out in zip(given, outs, strict=True)]
+        return Rounding("cast", node.name, 4, _error(pairs), segment)
+    if node.op in CASTS:
         scales = [by_slot(args[1], args[3]) if node.op == CAST_BY_EXPERT else args[1] for args in given]
         casts = zip(given, outs, scales, strict=True)
         back = [(scaled_back(out, scale), args[0]) for args, out, scale in casts]

@@ -92,6 +92,7 @@ class Kinds:
                     rule.slowdown,
                     rule.rate,
                     rule.copies,
+                    rule.packed,
                     rule.inputs,
                     rule.outputs,
                     ins,
