@@ -21,6 +21,7 @@ from autoshard.ir.graph import renamed
 from autoshard.ir.names import fresh_name
 from autoshard.ir.routing import of_replicas
 from autoshard.passes.rewrite import first_type
+from autoshard.rules import experts, scaled_experts
 
 _CHOICES, _ROUTE = "autoshard.choices.default", "autoshard.route.default"
 #: op that takes matrices of all experts -> where they stand
@@ -29,6 +30,11 @@ _MATRICES = {"autoshard.expert_mm.default": 2, "autoshard.expert_rows.default": 
 _SUMS = frozenset(("autoshard.expert_outer.default", "autoshard.expert_sum.default"))
 #: ops that give a row of every token
 _GIVE = frozenset(("autoshard.combine.default", "autoshard.combine_weights.default"))
+#: ops on slots that treat all rows alike
+_ROWS = frozenset(
+    f"autoshard.{name}.default"
+    for name in ("dispatch", "dispatch_weights", "scale_rows", "row_dropout", "row_dots", "put_columns")
+)
 #: of experts one by one
 _OTHER_ROUTES = frozenset(("autoshard.route_one.default", "autoshard.route_part.default"))
 _INDEX = "i64"
@@ -47,14 +53,14 @@ def replicate_experts(folded: Folded, replicated: Sequence[Sequence[int]]) -> Fo
         raise _refused("the model has no experts that tokens can be exchanged for")
     if len(replicated) not in (1, layers):
         raise _refused(f"there are {len(replicated)} rows, and {layers} layers with experts")
-    experts = {node.args[1] for node in nodes if node.op == _ROUTE}
+    counts = {node.args[1] for node in nodes if node.op == _ROUTE}
     for row in replicated:
-        if len(experts) > 1 or not row or len({*row}) < len(row) or not {*row} < set(range(min(experts))):
-            raise _refused(f"{list(row)} are no different experts, some but not all of {sorted(experts)}")
+        if len(counts) > 1 or not row or len({*row}) < len(row) or not {*row} < set(range(min(counts))):
+            raise _refused(f"{list(row)} are no different experts, some but not all of {sorted(counts)}")
     if len({len(row) for row in replicated}) > 1:
         raise _refused("layers have unlike many of them")
     rows = [tuple(row) for row in replicated] * (layers if len(replicated) == 1 else 1)
-    return _Replicating(folded, rows, min(experts)).run()
+    return _Replicating(folded, rows, min(counts)).run()
 
 
 def _refused(why: str, origin: Origin | None = None) -> UsageError:
@@ -193,6 +199,9 @@ class _Segment:
         if node.op == _CHOICES:
             self._choose(node)
             return
+        known = node.op in _MATRICES or node.op in _SUMS | _GIVE | _ROWS | {_ROUTE}
+        if not known and (node.op in experts.RULES or node.op in scaled_experts.RULES):
+            raise _refused(f"{node.op} takes all experts of a layer at once", node.origin)
         (group,) = {self.groups[r] for r in refs_of(node) if r in self.groups}
         gives = node.op in _GIVE or node.op in _SUMS
         if not gives and any(t is None or t.filled is None for t in node.types):

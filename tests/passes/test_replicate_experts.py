@@ -92,6 +92,13 @@ def test_rows_that_are_none(rows: str, reason: str) -> None:
         _analysed(rows=rows)
 
 
+@pytest.mark.parametrize("products", ["float8-rowwise", "float8-tensorwise"])
+def test_casts_of_all_experts_are_refused(products: str) -> None:
+    model, inputs = _small("mixtral")
+    with pytest.raises(UsageError, match="takes all experts of a layer at once"):
+        analyse(capture(model, (), inputs), replicate_experts="1,7", products=products)
+
+
 def test_a_model_without_experts() -> None:
     joint = capture(torch.nn.Linear(4, 4), (torch.randn(4, 4),), {})
     with pytest.raises(UsageError, match="no experts that tokens can be exchanged for"):
