@@ -64,7 +64,7 @@ def test_many_ranks_are_one(mesh: str) -> None:
 def test_parameters_are_gathered_in_4_bits() -> None:
     """With the scale of all of them reduced first, those of a layer in one message; in both directions."""
     model, inputs = wide_llama(), batch(8, 32)
-    program = compiled(model, "fsdp=2", inputs, cluster="h100-dgx", memory=11_000_000)
+    program = compiled(model, "fsdp=2", inputs, cluster="h100-dgx", memory=10_000_000, offload="none")
     gathers = [n for n in nodes_of(program, "comm.all_gather") if "f4e2m1x2[256, 64]" in map(str, n.types)]
     assert [n.backward for n in gathers] == [False, True]
     maxima = [n for n in nodes_of(program, "comm.all_reduce_bucket") if n.kwarg("op") == "max"]
@@ -78,7 +78,7 @@ def test_parameters_are_gathered_in_4_bits() -> None:
 def test_a_scale_of_one_rank_s_part_is_noticed() -> None:
     """A parameter's codes that are made with the largest element of a shard."""
     model, inputs = wide_llama(), batch(8, 32)
-    program = compiled(model, "fsdp=2", inputs, cluster="h100-dgx", memory=11_000_000)
+    program = compiled(model, "fsdp=2", inputs, cluster="h100-dgx", memory=10_000_000, offload="none")
     name, segment = next((n, s) for n, s in program.lowered.segments.items() if n == "layers_fwd")
     nodes = list(segment.graph.nodes)
     at = next(k for k, n in enumerate(nodes) if n.op == CAST_PACKED and "shard" in n.name)
