@@ -68,7 +68,7 @@ def test_parameters_are_gathered_in_4_bits() -> None:
     gathers = [n for n in nodes_of(program, "comm.all_gather") if "f4e2m1x2[256, 64]" in map(str, n.types)]
     assert [n.backward for n in gathers] == [False, True]
     maxima = [n for n in nodes_of(program, "comm.all_reduce_bucket") if n.kwarg("op") == "max"]
-    assert len(maxima) == 2 and all(len(n.outs) == 3 for n in maxima)
+    assert len(maxima) == 2 and all(len(n.outs) > 2 for n in maxima)
     assert verify_static(program).ok
     assert verify(program, model, (), inputs, steps=1).worst().error < 1e-5
     errors = compare_step(program, by_hand(model, "nvfp4", lambda name: name != "lm_head"), inputs)
