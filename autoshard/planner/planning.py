@@ -48,7 +48,7 @@ MOST_REPLANS = 3
 _WIDER, _ENOUGH = (1.0, 2.0, 4.0, 16.0), 8
 #: memories between that are tried, and the share of a step that recomputing and waiting for the host take at
 #: most where none is
-_HALVINGS, _LITTLE = 3, 0.02
+_HALVINGS, _LITTLE = 2, 0.02
 
 
 def _layout(text: str) -> Layout:
