@@ -108,6 +108,7 @@ def check_config_command(
         from autoshard.advise.judge import Judge
         from autoshard.advise.neighbours import neighbours
         from autoshard.advise.tools import tool_named
+        from autoshard.planner.planned import WORTH
 
         name, settings = read_config(config, None if tool is None else tool_named(tool).name)
         kind = tool_named(name)
@@ -132,7 +133,7 @@ def check_config_command(
             raise UsageError(f"{choice} cannot be simulated", where=str(config), why=judged)
         changes = [j for c in neighbours(choice, kind, work) if not isinstance(j := judge.of(c), str)]
         better = sorted(
-            (j for j in changes if j.fits and (j.seconds < judged.seconds or not judged.fits)),
+            (j for j in changes if j.fits and (j.seconds < (1 - WORTH) * judged.seconds or not judged.fits)),
             key=lambda j: j.seconds,
         )
         rows = [(_difference(kind, judged, j, work), j) for j in better[:_SHOWN]]
