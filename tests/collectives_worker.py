@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.distributed as dist
 from collective_cases import CASES, call_of
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.cluster import Cluster
+from autoshard.ir.window_hops import WindowHops
 from autoshard.program.text import program_text
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.pending import Pending, arrived
@@ -55,6 +58,32 @@ def keys_go_round(over: Transport) -> None:
             assert relative_error(got, wanted) < 1e-5, f"{type(over).__name__}, {inside}, backward"
 
 
+def keys_go_as_far_as_a_window(over: Transport) -> None:
+    """In the order of positions and in a zigzag, to one side and to both; one hop, and several."""
+    rank, ways = dist.get_rank(), over.ways
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 32, 8)
+    k, v = (torch.randn(2, 2, 1, 32, 8) for _ in range(2))
+    mask = (torch.arange(32) < torch.tensor([[32], [21]]))[:, None, None]
+    view, ranks = RankView(("cp",), (ways,), (rank,)), GroupCollectives({"cp": over})
+    for window, causal, zigzag in product((4, 19), (True, False), (True, False)):
+        if zigzag and not causal:
+            continue
+        out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5, window)
+        grads = torch.ops.autoshard.sdpa_backward(out, q, k, v, out, lse, mask, causal, 0.5, window)
+        outer = -2 if zigzag else 1
+        mine = [take_part(x, x.dim() - 2, ways, rank, outer, 1) for x in (q, k, v, out, *grads)]
+        sums = take_part(lse, 2, ways, rank, outer, 1)
+        hops = WindowHops.over(32, ways, window, causal=causal, zigzag=zigzag).count
+        told = "cp", causal, 0.5, 0.0, window, zigzag, hops
+        new, _ = ranks.ring_attention(view, [*mine[:3], mask], *told)
+        seen = (take_part(mask, 3, ways, rank, outer, 1) | (window > 12)).transpose(-1, -2)
+        assert relative_error(new * seen, mine[3] * seen) < 1e-5, f"{type(over).__name__}, {told}"
+        given = [mine[3], *mine[:3], mine[3], sums, mask]
+        for got, wanted in zip(ranks.ring_attention_backward(view, given, *told), mine[4:], strict=True):
+            assert relative_error(got, wanted) < 1e-5, f"{type(over).__name__}, {told}, backward"
+
+
 def tokens_go_by_node(over: Transport) -> None:
     """The same sums as if each token went to every rank by itself; with the second hop on its own, too."""
     rank, ways, experts = dist.get_rank(), over.ways, 8
@@ -92,13 +121,13 @@ def model(mesh: str) -> None:
         assert wanted is not None and relative_error(grad.full_tensor(), wanted) < 1e-5, name
 
 
-def on_levels(name: str, mesh: str, cluster: Cluster, op: str) -> None:
-    """A step of a model whose program has such an op, on two nodes of two ranks."""
+def step(name: str, mesh: str, cluster: Cluster, *said: str) -> None:
+    """A step of a model whose program says such things, on four ranks."""
     plain, inputs = family(name).make()
     plain(**inputs).loss.backward()
     parallel = autoshard.parallelize(family(name).make()[0], mesh, example_inputs=inputs, cluster=cluster)
     text = program_text(parallel._autoshard.program)
-    assert op in text and "inside=2" in text
+    assert all(each in text for each in said)
     parallel(**inputs).loss.backward()
     for key, parameter in parallel.named_parameters():
         wanted, grad = plain.get_parameter(key).grad, parameter.grad
@@ -112,11 +141,14 @@ def main() -> None:
     for over in (Network(name), transport_of(name, torch.device("cpu"))):
         collectives(over)
         keys_go_round(over)
+        keys_go_as_far_as_a_window(over)
         tokens_go_by_node(over)
     for mesh in ("tp=4", "dp=2,tp=2"):
         model(mesh)
-    on_levels("mixtral", "ep=4", slow_cluster(1e5, 2), "expert_relay")
-    on_levels("llama-long", "cp=4", ring_cluster(2), "ring_attention")
+    step("mixtral", "ep=4", slow_cluster(1e5, 2), "expert_relay", "inside=2")
+    step("llama-long", "cp=4", ring_cluster(2), "ring_attention", "inside=2")
+    step("mistral-window", "cp=4", ring_cluster(), "ring_attention", "100, False, 1)")
+    step("gemma3-windows", "cp=4", ring_cluster(), "ring_attention", "100, True, 2)")
     leave()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from families import family
@@ -29,6 +30,7 @@ from autoshard.verify.result import StaticReport
 from autoshard.verify.static import verify_static
 
 CLUSTER = "cpu-gloo"
+_RINGS = MappingProxyType({"ring": "llama-long", "reach": "mistral-window", "reach-zigzag": "gemma3-windows"})
 
 
 @functools.cache
@@ -46,8 +48,8 @@ def good(name: str) -> Program:
         return flat("llama-long", "cp=4", "h100-dgx")
     if name == "documents":
         return flat("gemma2-packed", "cp=4", "h100-dgx")
-    if name == "ring":
-        model, inputs = family("llama-long").make()
+    if name in _RINGS:
+        model, inputs = family(_RINGS[name]).make()
         found = analyse(capture(model, (), inputs))
         return compile_analysed(plan_analysed(found, [Mesh.parse("cp=4")], ring_cluster()))
     if name == "tiles":

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cluster.cluster import Device
-from autoshard.cost.collective import seconds
+from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.compute import compute_seconds, flop_rate, roofline
 from autoshard.cost.kernel_time import (
     aligned_rate,
@@ -26,9 +26,10 @@ from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.experts import destinations
 from autoshard.ir.local_bytes import held_bytes, held_shape
-from autoshard.ir.placement import Layout
+from autoshard.ir.placement import Layout, Shard
 from autoshard.ir.rings import joined_bytes
 from autoshard.ir.scaled import copies_of, packed_copies, packed_rate
+from autoshard.ir.window_hops import WindowHops
 from autoshard.rules.core import Dims, Factored, TileFn
 from autoshard.rules.states import OpState
 
@@ -237,8 +238,8 @@ class CostModel:
         scale: float = 1.0,
         repeats: int = 1,
     ) -> float:
-        """Seconds that attention takes longer where its keys go round an axis: hops that its computing does
-        not hide, and joining the parts.
+        """Seconds that attention takes longer where its keys go round an axis, or as far as its window
+        reaches: hops that its computing does not hide, and joining the parts.
 
         busy: seconds of computing. scale: there are so many times as many sequences. repeats: how many times
         every head of the keys is given; it travels once.
@@ -256,12 +257,36 @@ class CostModel:
         assert rows is not None and lies is not None
         backward = rule.kernel == "attention_backward"
         held = scale * held_bytes(rows, lies, sizes) * joined_bytes(rows.dtype, backward=backward)
+        if rule.window:
+            placed = lies[axis]
+            assert isinstance(placed, Shard)
+            way = WindowHops.over(
+                rows.shape[2], ways, rule.window, causal=bool(rule.zigzag), zigzag=placed.outer < 0
+            )
+            return self._window_seconds(way, sent, traffic_seconds(held, self.device), busy, link, backward)
         joined = traffic_seconds(held * (0.75 if rule.zigzag else 1.0), self.device)
         hop = float(seconds("level_hop" if link.together else "hop", sent, link))
         on_the_way, alone = hop * (1 + backward), hop * backward
         beside = min(on_the_way, busy / ways)
         exposed = on_the_way - beside + (1.0 - self.device.overlap) * beside
         return (ways - 1) * (exposed + joined) + alone
+
+    def _window_seconds(
+        self, way: WindowHops, keys: float, joined: float, busy: float, link: AxisLink, backward: bool
+    ) -> float:
+        """The same for a window. keys: bytes of a rank's. joined: seconds in which all of its rows are joined
+        once. In forward each hop is beside what the one before has brought; in backward the first is beside
+        the rank's own keys, and gradients go home beside what is next computed, the last beside nothing."""
+        pairs = [way.pairs(hop) for hop in range(way.count + 1)]
+        total = joined  # of the rank's own
+        for hop in range(1, way.count + 1):
+            share = len(way.sides) * way.moved(hop) / way.size
+            message = float(seconds("hop", keys * share, link))
+            computing = busy * pairs[hop - 1] / sum(pairs)
+            alone = message if backward else 0.0
+            beside = min(message, computing)
+            total += alone + message - beside + (1.0 - self.device.overlap) * beside + joined * share
+        return total
 
 
 def _has(dims: Dims, factors: Collection[int]) -> bool:

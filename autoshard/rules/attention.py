@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from autoshard.ir import Arg, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir import Arg, Graph, LocalOffset, Node, Ref, TensorType, refs_of
 from autoshard.ir.collectives import (
     COLLECTIVES,
     RING_ATTENTION,
@@ -21,8 +21,9 @@ from autoshard.ir.collectives import (
     CollectiveSpec,
     is_ring,
 )
-from autoshard.ir.placement import Shard
+from autoshard.ir.placement import Placement, Shard
 from autoshard.ir.views import RESHAPES
+from autoshard.ir.window_hops import WindowHops
 from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
 from autoshard.rules.local import LocalCall
 
@@ -74,9 +75,11 @@ def _laid(shapes: Sequence[TensorType], mask: TensorType | None, causal: bool, w
     divided = by_keys and plain and q.shape[2] == k.shape[-2]
     rows = frozenset(s) if causal or window or documents else frozenset()
     fixed = frozenset(f for x in (t, d, e) for f in x) | (frozenset() if divided else rows)
-    zigzag, contiguous = (rows - fixed, frozenset[int]()) if causal else (frozenset[int](), rows - fixed)
-    # with a window or documents, most keys that come by would not be in reach
-    ring = ((s[0], t[0]),) if divided and s and t and not (window or documents) else ()
+    zigzag = rows - fixed if causal else frozenset[int]()
+    # with a window all ranks have about the same work in either order
+    contiguous = rows - fixed if window or not causal else frozenset[int]()
+    # of documents, most keys that came by would not be in reach
+    ring = ((s[0], t[0]),) if divided and s and t and not documents else ()
     # the mask of keys that go round stays whole
     full: list[Dim] = [b, h, s, build.new(k.shape[-2]) if ring and mask is not None else t]
     fixed |= {*full[3]}
@@ -137,6 +140,7 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
         local=partial(_rows, scale=5, rows=laid.rows) if laid.rows or laid.ring else None,
         zigzag=laid.zigzag,
         ring=laid.ring,
+        window=window,
         kernel="attention",
         slowdown=_slowdown(node, 7),
     )
@@ -162,22 +166,32 @@ def _rows(call: LocalCall, scale: int, rows: bool) -> Node:
         return _round(call, scale)
     if not rows:
         return call.node
-    mask, causal = call.node.args[scale - 2], bool(call.node.args[scale - 1])
+    mask, zigzag = call.node.args[scale - 2], any(_in_zigzag(p) for p in call.in_layouts[0])
     args = (
         *call.node.args[: scale - 2],
-        *rows_args(call.node, scale, call.in_offset(0, 2), mask, zigzag=causal),
+        *rows_args(call.node, scale, call.in_offset(0, 2), mask, zigzag=zigzag),
     )
     return replace(call.node, op=call.node.op.replace("sdpa", "sdpa_rows"), args=args)
 
 
+def _in_zigzag(placed: Placement) -> bool:
+    return isinstance(placed, Shard) and placed.dim == 2 and placed.outer < 0
+
+
 def _round(call: LocalCall, scale: int) -> Node:
-    """Attention with keys that go round the axis that divides them and the rows."""
-    placed = call.in_layouts[KEYS[call.node.op]]
-    (axis,) = (n for n, p in zip(call.mesh.names, placed, strict=True) if isinstance(p, Shard) and p.dim == 2)
-    args = call.node.args
+    """Attention with keys that go round the axis that divides them and the rows, or as far as a window."""
+    (at,) = (n for n, p in enumerate(call.in_layouts[0]) if isinstance(p, Shard) and p.dim == 2)
+    args, window = call.node.args, _window(call.node, scale + 1)
     tensors = tuple(a for a in args[: scale - 1] if a is not None)
-    told = (*args[scale - 1 : scale + 1], *_softcap(call.node, scale + 2))
-    return replace(call.node, op=RINGS[call.node.op].op, args=(tensors, axis, *told))
+    told, softcap = args[scale - 1 : scale + 1], _softcap(call.node, scale + 2)
+    if window:
+        zigzag = _in_zigzag(call.in_layouts[0][at])
+        positions, ways = call.ins[0].shape[2], call.mesh.sizes[at]
+        way = WindowHops.over(positions, ways, window, causal=bool(told[0]), zigzag=zigzag)
+        told = (*told, *(softcap or (0.0,)), window, zigzag, way.count)
+    else:
+        told = (*told, *softcap)
+    return replace(call.node, op=RINGS[call.node.op].op, args=(tensors, call.mesh.names[at], *told))
 
 
 def keys_of(node: Node) -> tuple[Arg, Arg]:
@@ -206,13 +220,20 @@ def with_keys(node: Node, keys: Arg, values: Arg) -> Node:
     return replace(node, args=(args, *node.args[1:]) if is_ring(node) else args)
 
 
+def is_windowed(node: Node) -> bool:
+    """Whether a window ends the way of keys that go round."""
+    return len(node.args) > 5
+
+
 def of_all_keys(node: Node) -> Node:
     """Attention on full tensors, of one of keys that go round."""
-    tensors, _, causal, scale, *softcap = node.args
+    tensors, _, causal, scale, *rest = node.args
+    softcap, window = rest[0] if rest else 0.0, rest[1] if len(rest) > 1 else 0
     backward = node.op == RING_ATTENTION_BACKWARD.op
     count = 6 if backward else 3
     mask = tensors[count] if len(tensors) > count else None
-    args = (*tensors[:count], mask, causal, scale, *((0, *softcap) if softcap else ()))
+    told = (window, softcap) if softcap else (window,) if window else ()
+    args = (*tensors[:count], mask, causal, scale, *told)
     return replace(node, op=COLLECTIVES[node.op].product, args=args, kwargs=())
 
 
@@ -233,6 +254,7 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
         local=partial(_rows, scale=8, rows=laid.rows) if laid.rows or laid.ring else None,
         zigzag=laid.zigzag,
         ring=laid.ring,
+        window=window,
         kernel="attention_backward",
         slowdown=_slowdown(node, 10),
     )
@@ -240,9 +262,11 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 def _rows_flops(node: Node, scale: int, q: TensorType, k: TensorType, v: TensorType) -> float:
     """Of t keys each of s rows attends to half of its block and all before; in a zigzag, to half of them.
+    Where that depends on the rank, of the last one.
 
     scale: which argument that is."""
     start, zigzag = node.args[scale + 1 : scale + 3]
+    start = k.shape[-2] - q.shape[2] if isinstance(start, LocalOffset) else start
     causal = bool(node.args[scale + 5]) if len(node.args) > scale + 5 else True
     window, seen = _window(node, scale + 4), 1.0
     if causal:

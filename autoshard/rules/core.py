@@ -56,11 +56,13 @@ class Factored:
     local: how the call is rewritten to run on shards; None: as it stands.
     contiguous: factors that may only be split into contiguous ranges, since the call on a shard is
         told its offset.
-    zigzag: factors that may only be split in a zigzag, which gives all ranks the same work.
+    zigzag: factors that may only be split in a zigzag, which gives all ranks the same work; in contiguous
+        ranges, too, if they are among those.
     exchange: pairs (rows, owners) of factors that one axis may split at once: tensors that have owners are
         split by these, the others by rows, so that ``local`` must send rows to their owners or back.
     ring: pairs (rows, keys) of factors of one size that one axis may split at once, alike: every tensor has
-        one of the two, and keys go round the ranks of the axis (`runtime.ring_attention`).
+        one of the two, and keys go round the ranks of the axis (`runtime.ring_attention`), or to those with
+        rows in their ``window`` (`runtime.window_ring`).
     kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
         inputs, [..., rows, depth] and [..., depth, columns].
     recomputed: of the FLOP, those that repeat what forward did. rate: at the rate of which type a
@@ -84,6 +86,7 @@ class Factored:
     zigzag: frozenset[int] = frozenset()
     exchange: tuple[tuple[int, int], ...] = ()
     ring: tuple[tuple[int, int], ...] = ()
+    window: int = 0
     kernel: Kernel = ""
     recomputed: float = 0.0
     rate: str = ""
@@ -140,9 +143,9 @@ class Factored:
 
     def may_split(self, factor: int, outer: int) -> bool:
         """Whether a factor may be split that is seen as ``outer`` blocks (`ir.placement.Shard`)."""
-        if factor in self.zigzag:
-            return outer < 0
-        return factor not in self.contiguous or outer == 1
+        if factor in self.zigzag and outer < 0:
+            return True
+        return outer == 1 if factor in self.contiguous else factor not in self.zigzag
 
     def shardable(self) -> tuple[int, ...]:
         """Factors that may be split over an axis."""

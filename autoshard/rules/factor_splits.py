@@ -51,7 +51,8 @@ class DigitTable:
 
     values: (segment, value, dim) -> digits of that dim (ports under their class, see `Flow`).
     factors: (segment, node number) -> per factor its digits. batch: the classes that are the batch.
-    zigzag: those that are a sequence split in a zigzag; causal: those that are the same sequences as a whole.
+    zigzag: those that are a sequence split in a zigzag; causal: those that are the same sequences as a whole;
+    windowed: of other sequences those that may be split in a zigzag or as a whole.
     heads: those that are heads of attention. experts: those that are the experts to which tokens go.
     """
 
@@ -60,6 +61,7 @@ class DigitTable:
     batch: frozenset[int]
     zigzag: frozenset[int] = frozenset()
     causal: frozenset[int] = frozenset()
+    windowed: frozenset[int] = frozenset()
     heads: frozenset[int] = frozenset()
     experts: frozenset[int] = frozenset()
 
@@ -217,12 +219,14 @@ def _table(work: _Analysis) -> DigitTable:
             batch.add(number_of((*key, 0, (1, port.type.shape[0]))))
     causal: set[int] = set()
     zigzag: set[int] = set()
+    windowed: set[int] = set()
     heads: set[int] = set()
     experts: set[int] = set()
     for place, rule in work.rules.items():
         for factor in rule.zigzag:
             for outer, _, cls in factors_of[place][factor]:
-                (zigzag if outer < 0 else causal).add(cls)
+                whole = windowed if factor in rule.contiguous else causal
+                (zigzag if outer < 0 else whole).add(cls)
         for _, owners in rule.exchange:
             experts.update(cls for _, _, cls in factors_of[place][owners])
         if rule.kernel == "attention":
@@ -234,6 +238,7 @@ def _table(work: _Analysis) -> DigitTable:
         frozenset(batch),
         frozenset(zigzag),
         full,
+        frozenset(windowed - causal),
         frozenset(heads - batch),
         frozenset(experts),
     )

@@ -163,8 +163,8 @@ def _rounds(rule: Factored, rows: int, digit: Digit, ways: int) -> bool:
     """Whether keys may go round an axis that splits rows at ``digit``: in equal parts, in the order of their
     positions or in a zigzag."""
     outer, size, _ = digit
-    wanted = (-2, rule.sizes[rows] // 2) if rows in rule.zigzag else (1, rule.sizes[rows])
-    return (outer, size) == wanted and size % ways == 0
+    fits = rule.may_split(rows, outer) and outer in (1, -2) and size * abs(outer) == rule.sizes[rows]
+    return fits and size % ways == 0
 
 
 def _axis_states(

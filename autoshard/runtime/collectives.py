@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +31,7 @@ from autoshard.runtime.transport import symmetric
 from autoshard.runtime.transport.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack, sums, unpack
 from autoshard.runtime.transport.transport import Transport
+from autoshard.runtime.window_ring import WindowRing
 
 
 def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,10 +55,10 @@ def _with_experts(run: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _with_ring(run: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+def _with_ring(name: Literal["forward", "backward"], tensors: int) -> Callable[..., Any]:
     """The method that runs attention of this rank's rows over the keys of all ranks of an axis. tensors: how
-    many it takes, behind which may come the mask of all keys. inside: ranks of the axis that are in a node,
-    None for all."""
+    many it takes, behind which may come the mask of all keys. window, zigzag, hops: of `WindowRing`, 0 where
+    all keys go round. inside: ranks of the axis that are in a node, None for all."""
 
     def method(
         self: GroupCollectives,
@@ -67,12 +68,17 @@ def _with_ring(run: Callable[..., Any], tensors: int) -> Callable[..., Any]:
         causal: bool,
         scale: float,
         softcap: float = 0.0,
+        window: int = 0,
+        zigzag: bool = False,
+        hops: int = 0,
         inside: int | None = None,
     ) -> Any:
-        ways = view.size_of(axis)
-        ring = RingAttention(ways, view.coord_of(axis), inside or ways, self.over[axis].pass_on)
+        ways, rank, pass_on = view.size_of(axis), view.coord_of(axis), self.over[axis].pass_on
         mask = xs[tensors] if len(xs) > tensors else None
-        return run(ring, *xs[:tensors], mask, causal, scale, softcap)
+        given = *xs[:tensors], mask, causal, scale, softcap
+        if window:
+            return getattr(WindowRing(ways, rank, zigzag, hops, pass_on), name)(*given, window)
+        return getattr(RingAttention(ways, rank, inside or ways, pass_on), name)(*given)
 
     return method
 
@@ -313,8 +319,8 @@ class GroupCollectives:
         ways, rank = view.size_of(axis), view.coord_of(axis)
         return rings.mm_reduce_scatter(xs, dim, shape, outer, ways, rank, _to_next(self.over[axis]))
 
-    ring_attention = _with_ring(RingAttention.forward, 3)
-    ring_attention_backward = _with_ring(RingAttention.backward, 6)
+    ring_attention = _with_ring("forward", 3)
+    ring_attention_backward = _with_ring("backward", 6)
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]

@@ -98,7 +98,7 @@ class RingAttention:
             if total is None or sums is None:  # the rank's own keys, for all of its rows
                 total, sums = out.to(lse.dtype), lse
             else:
-                _join(total[:, :, part.rows], sums[:, :, part.rows], out, lse)
+                join(total[:, :, part.rows], sums[:, :, part.rows], out, lse)
         assert total is not None and sums is not None
         return in_bshd(total.to(q.dtype)), sums.masked_fill_(sums == float("-inf"), 0.0)
 
@@ -220,7 +220,7 @@ def _of_keys(mask: torch.Tensor | None, blocks: Sequence[tuple[int, int]]) -> to
     return torch.cat([mask.narrow(-1, first, count) for first, count in blocks], -1)
 
 
-def _join(total: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def join(total: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Adds attention over other keys to what rows have, in place."""
     new = torch.logaddexp(sums, lse)
     share = torch.exp(lse - new.masked_fill(new == float("-inf"), 0.0))

@@ -43,6 +43,7 @@ from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.work import (
     Attention,
+    Beat,
     CollectiveWork,
     HostWork,
     Level,
@@ -192,13 +193,13 @@ class Ops:
         kernel: InKernel = ALONE,
         weights: Collection[str] = (),
         narrow: Collection[str] = (),
-    ) -> list[rings.Beat]:
+    ) -> list[Beat]:
         """The same, as it is issued: the pieces of a ring wait for some of those before, all others for the
         one before."""
         if is_ring(node):
             return rings.beats(node, values, self)
         works = self.work(node, values, kernel, weights, narrow)
-        return [rings.Beat(work, (k - 1,) if k else ()) for k, work in enumerate(works)]
+        return [Beat(work, (k - 1,) if k else ()) for k, work in enumerate(works)]
 
     def _operand(self, placed: PlacedValue) -> Operand:
         return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])

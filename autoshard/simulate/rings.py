@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from autoshard.ir import DTYPES, Node, refs_of
-from autoshard.ir.collectives import COLLECTIVES, RING_ATTENTION_BACKWARD
+from autoshard.ir import DTYPES, Node
+from autoshard.ir.collectives import COLLECTIVES
 from autoshard.ir.lowered import PlacedValue
-from autoshard.ir.rings import Ring, joined_bytes, ring_of, together
-from autoshard.rules.attention import KEYS, of_all_keys
-from autoshard.simulate.work import CollectiveWork, MatmulWork, MemoryWork, Work
+from autoshard.ir.rings import Ring, ring_of, together
+from autoshard.rules.attention import KEYS
+from autoshard.simulate.ring_attention import keys_of_ring
+from autoshard.simulate.work import Beat, CollectiveWork, MatmulWork, MemoryWork, Work
 
 if TYPE_CHECKING:
     from autoshard.simulate.op_work import Ops
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """One piece of work of a ring. after: places of those before it that it waits for."""
-
-    work: Work
-    after: tuple[int, ...] = ()
 
 
 def beats(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> list[Beat]:
     """The work of a ring in the order in which it is issued: messages as soon as there is something to send,
     products and sums of the chunk at hand meanwhile. Nothing for a ring that cannot be read."""
     if node.op in KEYS:
-        return _Keys(node, values, ops).beats()
+        return keys_of_ring(node, values, ops).beats()
     ring = ring_of(node)
     if ring is None:
         return []
@@ -43,7 +35,7 @@ def apart(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> list[Work]
     ring = None if node.op in KEYS else ring_of(node)
     if ring is None and node.op not in KEYS:
         return []
-    sizes = _Keys(node, values, ops) if ring is None else _Sizes(ring, node, values, ops)
+    sizes = keys_of_ring(node, values, ops) if ring is None else _Sizes(ring, node, values, ops)
     computed = [b.work for b in beats(node, values, ops) if not isinstance(b.work, CollectiveWork)]
     return [*computed, CollectiveWork(COLLECTIVES[node.op].primitive, sizes.axis, sizes.ways * sizes.moved)]
 
@@ -72,7 +64,7 @@ def alone(result: Sequence[Beat], price: Callable[[Work], float], overlap: float
 def room(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> float:
     """Bytes that a ring holds at once beside what it takes and gives."""
     if node.op in KEYS:
-        return _Keys(node, values, ops).room()
+        return keys_of_ring(node, values, ops).room()
     ring = ring_of(node)
     if ring is None:
         return 0.0
@@ -81,55 +73,6 @@ def room(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> float:
         return 0.0 if sizes.blocks == 1 else 2.0 * sizes.moved
     # what is sent, what arrives, and what is made meanwhile, of which the last is the result
     return (2.0 + (len(ring.products) > 1)) * sizes.moved
-
-
-class _Keys:
-    """Attention with keys that go round (`runtime.ring_attention`), on one rank. keys: bytes of its keys and
-    values. moved: bytes that it sends in a step. total: of what it adds parts to, in fp32."""
-
-    def __init__(self, node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> None:
-        self.node, self.ops = of_all_keys(node), ops
-        self.values = values
-        self.axis = ops.mesh.index(str(node.args[1]))
-        self.ways = ops.mesh.sizes[self.axis]
-        self.backward, self.causal = node.op == RING_ATTENTION_BACKWARD.op, bool(node.args[2])
-        refs = list(refs_of(node))
-        at = KEYS[node.op]
-        self.keys = sum(ops.nbytes(values[name]) for name in refs[at : at + 2])
-        self.moved = 2 * self.keys if self.backward else self.keys
-        self.hop = "level_hop" if node.kwarg("inside", None) else "hop"
-        self.total = 4.0 * prod(ops.shape(values[node.outs[0]]))
-
-    def beats(self) -> list[Beat]:
-        """In every step as many pairs of a row and a key as among the rank's own."""
-        works, result = self.ops.work(self.node, self.values), list[Beat]()
-        rows = self.values[self.node.outs[0]]
-        added = self.ops.nbytes(rows) * joined_bytes(rows.type.dtype, backward=self.backward)
-        # half of the steps, half of the rows attend to what comes by in a zigzag
-        added = added * (0.75 if self.causal else 1.0) + (3 * self.keys if self.backward else 0.0)
-        keys, grads = (
-            tuple[int, ...](),
-            tuple[int, ...](),
-        )  # what brings the keys at hand, and the sums that their gradients are added to
-        for step in range(self.ways):
-            coming = keys
-            if step + 1 < self.ways:
-                coming = (len(result),)
-                result.append(Beat(CollectiveWork(self.hop, self.axis, self.keys), keys))
-            for work in works:
-                result.append(Beat(work, keys))
-            if step or self.backward:  # parts are joined, or added up
-                result.append(Beat(MemoryWork(added), (len(result) - 1, *grads)))
-            if self.backward:
-                grads = (len(result),)
-                result.append(Beat(CollectiveWork(self.hop, self.axis, self.keys), (len(result) - 1,)))
-            keys = coming
-        return result
-
-    def room(self) -> float:
-        """Keys at hand and those that arrive; the sums, and what is added to them."""
-        beside = self.total + (3 * self.keys if self.backward else 0.0)
-        return 2 * self.keys + beside + self.ops.workspace(self.node, self.values)
 
 
 class _Sizes:

@@ -113,6 +113,14 @@ Work: TypeAlias = "MatmulWork | Attention | MemoryWork | CollectiveWork | Transf
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """One piece of work of a ring. after: places of those before it that it waits for."""
+
+    work: Work
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class OpTask:
     """One op of a sheet.
 

@@ -15,6 +15,7 @@ from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.quantized import WIRE_BITS
 from autoshard.ir.rings import Ring, ring_of
+from autoshard.rules.attention import is_windowed
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import LocalCall, MeshShape, symbolic_shape
 
@@ -72,6 +73,7 @@ def broken_levels(node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
     elif relayed not in (None, True):
         told["relayed"] = relayed
     uneven = not is_ring(node) and (ways == 0 or node.args[2] % ways)
+    uneven = uneven or (is_ring(node) and is_windowed(node))  # whose keys go to the next rank alone
     if told or type(inside) is not int or inside < 1 or ways % inside or uneven:
         return f"{dict(node.kwargs)} says no levels of the {ways} ranks of {axis}"
     return ""

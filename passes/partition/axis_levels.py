@@ -2,7 +2,8 @@
 
 Keys that go round an axis over several nodes would cross from node to node over one network card, and every
 rank waits for that. They go round in two rings, one in each node and meanwhile one of the ranks in the same
-place of all nodes, so that each card carries its share (`runtime.ring_attention`).
+place of all nodes, so that each card carries its share (`runtime.ring_attention`). Where a window ends their
+way, they go to the next rank and no further round.
 
 A token goes once to each node that has experts of its choice, and from there to the ranks that have them,
 where that is faster than to every rank by itself (Nie et al., "HetuMoE", 2022). All exchanges over an axis go
@@ -19,7 +20,7 @@ from autoshard.ir.collectives import COLLECTIVES, EXPERT_RELAY, RELAYED, axes_of
 from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.ir.names import free_name
 from autoshard.passes.overlap.schedule_ops import Seconds
-from autoshard.rules.attention import KEYS
+from autoshard.rules.attention import KEYS, is_windowed
 from autoshard.rules.chains import ALONE
 from autoshard.rules.local import MeshShape
 
@@ -48,7 +49,8 @@ def _levelled(segment: LoweredSegment, inside: Mapping[str, int], by_node: set[s
     for node in segment.graph.nodes:
         axis = node.args[1] if is_collective(node) else ""
         exchanged = axis in by_node and _exchanges(node)
-        if not exchanged and not (axis in inside and is_ring(node) and node.op in KEYS):
+        round_ = axis in inside and is_ring(node) and node.op in KEYS and not is_windowed(node)
+        if not exchanged and not round_:
             nodes.append(node)
             continue
         told: tuple[tuple[str, Arg], ...] = (("inside", inside[axis]),)

@@ -56,13 +56,15 @@ def places_of(whole: Statements, joint: Joint, rules: Mapping[str, RuleFn], slic
     slices: equal parts of the sequence.
 
     Raises UsageError, naming the op and the user's line, if there are not as many, if the sequence is divided
-    in a zigzag already, or if an op of forward needs positions behind its own slice.
+    in a zigzag or within attention already, or if an op of forward needs positions behind its own slice.
     """
     for statement in whole.all:
         layouts = (whole.values[v].layout for v in statement.makes if v in whole.values)
-        if any(isinstance(p, Shard) and p.outer < 0 for layout in layouts for p in layout):
+        shards = [p for layout in layouts for p in layout if isinstance(p, Shard)]
+        attends = statement.node.op in (ATTENTION, ATTENTION_BACKWARD)
+        if any(p.outer < 0 or (attends and p.dim == POSITIONS.dim) for p in shards):
             raise UsageError(
-                "a sequence that cp divides in a zigzag has no slices",
+                "a sequence that an axis divides in a zigzag, or within attention, has no slices",
                 where=statement.node.origin.source or statement.node.op,
                 hint="use a schedule without slices, 1f1b for instance, or another axis than cp",
             )

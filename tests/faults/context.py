@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autoshard.ir import Arg, Node
 from autoshard.program.program import Program
-from autoshard.rules.attention import keys_of, with_keys
+from autoshard.rules.attention import is_windowed, keys_of, with_keys
 from faults.edits import replaced, sites
 from faults.fault import Fault, Kind, rules
 
 #: programs with a sequence in a zigzag: causal alone, and with windows, documents and soft caps
 CONTEXT = ("context", "documents")
 DOCUMENTS = ("documents",)
+#: programs with rings whose keys go as far as a window, in the order of positions and in a zigzag; and all
+REACH = ("reach", "reach-zigzag")
+RINGS = ("ring", *REACH)
 _SAID = rules("function", "arguments", "collective", "placement")
 
 
@@ -113,17 +116,50 @@ def weights_of_other_rows(program: Program) -> Iterator[Fault]:
 
 
 def no_level(program: Program) -> Iterator[Fault]:
-    """Keys go round among three ranks of a node, of which an axis of four has none."""
+    """Keys go round among ranks of a node, which an axis has not: three of four; or two, with a window."""
     for name, number, node in _rings(program):
-        wrong = replace(node, kwargs=(("inside", 3),))
+        wrong = replace(node, kwargs=(("inside", 2 if is_windowed(node) else 3),))
         yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
 
 
+def _ring_told(program: Program, at: int, wrong: Callable[[Arg], Arg]) -> Iterator[Fault]:
+    """Rings with a window in which another argument is wrong."""
+    for name, number, node in _rings(program):
+        if is_windowed(node):
+            args = (*node.args[:at], wrong(node.args[at]), *node.args[at + 1 :])
+            made = replaced(program, name, number, replace(node, args=args))
+            yield Fault(made, _SAID, (node.outs[0],))
+
+
+def wider_reach(program: Program) -> Iterator[Fault]:
+    """Keys go round with a window that is one position too wide."""
+    return _ring_told(program, 5, lambda window: int(window) + 1)
+
+
+def other_order(program: Program) -> Iterator[Fault]:
+    """Rows and keys that come are taken for those of other positions: of a zigzag, or of none."""
+    return _ring_told(program, 6, lambda zigzag: not zigzag)
+
+
+def fewer_hops(program: Program) -> Iterator[Fault]:
+    """Keys go on once less than their window reaches."""
+    return _ring_told(program, 7, lambda hops: int(hops) - 1)
+
+
+def more_hops(program: Program) -> Iterator[Fault]:
+    """Keys go on once more than their window reaches."""
+    return _ring_told(program, 7, lambda hops: int(hops) + 1)
+
+
 KINDS: dict[str, Kind] = {
-    "keys behind a row in a ring": Kind(all_keys, ("ring",)),
-    "keys for values in a ring": Kind(keys_for_values, ("ring",)),
-    "parts of a ring with wrong weights": Kind(weights_of_other_rows, ("ring",)),
-    "a ring on levels that are none": Kind(no_level, ("ring",)),
+    "keys behind a row in a ring": Kind(all_keys, RINGS),
+    "keys for values in a ring": Kind(keys_for_values, RINGS),
+    "parts of a ring with wrong weights": Kind(weights_of_other_rows, RINGS),
+    "a ring on levels that are none": Kind(no_level, RINGS),
+    "a ring with a wider window": Kind(wider_reach, REACH),
+    "a ring in another order": Kind(other_order, REACH),
+    "a hop less than a window needs": Kind(fewer_hops, REACH),
+    "a hop more than a window needs": Kind(more_hops, REACH),
     "rows of another rank": Kind(wrong_rows, CONTEXT),
     "rows without a zigzag": Kind(no_zigzag, CONTEXT),
     "documents taken for one": Kind(one_document, DOCUMENTS),

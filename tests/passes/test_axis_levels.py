@@ -22,6 +22,7 @@ from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.analysis import analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
+from autoshard.rules.attention import is_windowed
 from autoshard.verify.static import verify_static
 
 #: programs whose keys go round in backward as well, where others have them already
@@ -65,9 +66,31 @@ def test_keys_go_round(name: str, mesh: str, nodes_of: int, inside: int | None) 
     assert max(errors_of(model, inputs, program).values()) < RTOL
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "llama-packed"])
-def test_keys_out_of_reach_do_not_go_round(name: str) -> None:
-    program, _, _ = _program(name, "cp=4", ring_cluster())
+@pytest.mark.parametrize(
+    ("name", "mesh", "nodes_of", "said"),
+    [
+        ("mistral-window", "cp=4", 0, (100, False, 1)),
+        ("mistral-window", "cp=4", 2, (100, False, 1)),
+        ("mistral-window", "seq=4", 0, (100, False, 1)),
+        ("mistral-window-padded", "cp=4", 0, (100, False, 1)),
+        ("gemma3-windows", "cp=4", 0, (100, True, 2)),
+        ("gemma3-windows", "cp=2,tp=2", 0, (100, True, 1)),
+        ("gemma3-windows-padded", "cp=4", 2, (100, True, 2)),
+        ("modernbert-padded", "cp=4", 0, (51, False, 1)),
+    ],
+)
+def test_keys_go_as_far_as_a_window(name: str, mesh: str, nodes_of: int, said: tuple[int, bool, int]) -> None:
+    """(window, zigzag, hops): models whose layers all have windows keep the order of positions, those with
+    other causal layers a zigzag. On one level, also where others have two."""
+    program, model, inputs = _program(name, mesh, ring_cluster(nodes_of))
+    rings = [n for n in _nodes(program, RINGS) if is_windowed(n)]
+    assert {n.args[5:] for n in rings} == {said} and not any(n.kwargs for n in rings)
+    assert verify_static(program).ok
+    assert max(errors_of(model, inputs, program).values()) < RTOL
+
+
+def test_keys_of_other_documents_do_not_go_round() -> None:
+    program, _, _ = _program("llama-packed", "cp=4", ring_cluster())
     assert not _nodes(program, RINGS)
 
 

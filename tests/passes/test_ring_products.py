@@ -42,10 +42,10 @@ from autoshard.runtime.shard_utils import take_part
 from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops
-from autoshard.simulate.rings import Beat, alone, beats, room
+from autoshard.simulate.rings import alone, beats, room
 from autoshard.simulate.step import estimate_step
 from autoshard.simulate.streams import Habits, Player, SegmentCall, pricer
-from autoshard.simulate.work import CollectiveWork, MatmulWork, MemoryWork, OpTask, Sheet, Work
+from autoshard.simulate.work import Beat, CollectiveWork, MatmulWork, MemoryWork, OpTask, Sheet, Work
 from autoshard.verify.static import verify_static
 
 GATHER, SCATTER = "all_gather_mm", "mm_reduce_scatter"

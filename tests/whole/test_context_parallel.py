@@ -62,9 +62,11 @@ def test_chunks_of_a_scan_are_divided() -> None:
     assert report.ok and not report.uncovered
 
 
-def test_slices_of_a_zigzag_are_refused() -> None:
-    found = planned("llama-long", "cp=2", "h100-dgx")
+@pytest.mark.parametrize("name", ["llama-long", "mistral-window"])
+def test_slices_of_divided_attention_are_refused(name: str) -> None:
+    """In a zigzag, and in the order of positions."""
+    found = planned(name, "cp=2", "h100-dgx")
     cuts = cuts_of(found.analysis.folded, 2)
     plan = replace(found.plan, pipeline=Pipeline(2, 0, "seq1f1b", 1, cuts, 2))
-    with pytest.raises(UsageError, match="zigzag has no slices"):
+    with pytest.raises(UsageError, match="zigzag, or within attention, has no slices"):
         compile_analysed(replace(found, plan=plan))

@@ -265,7 +265,8 @@ class _Builder:
         """Whether an axis of this meaning may split what belongs to these classes."""
         digits = self.model.digits
         if meaning.divides_sequence and digits.zigzag:
-            return bool(classes & (digits.zigzag | digits.heads)) and not classes & digits.causal
+            divided = digits.zigzag | digits.windowed | digits.heads
+            return bool(classes & divided) and not classes & digits.causal
         return not classes & digits.zigzag and meaning.allows(bool(classes & digits.batch))
 
     def _must_divide(self, name: str, number: int, rule: Factored) -> list[bool]:

@@ -68,9 +68,9 @@ class Kinds:
                     if type_ is not None and (name, value) not in dims:
                         dims[name, value] = batch_dims(digits, (name, value), type_)
                 grow = tuple([t is not None and dims[name, v] > 0 for v, t in values])
-                # of the class of a part only this matters: whether it is the batch, a causal sequence, heads,
+                # of the class of a part only this matters: whether it is the batch, a sequence, heads,
                 # experts
-                told = (digits.batch, digits.causal, digits.heads, digits.experts)
+                told = (digits.batch, digits.causal, digits.windowed, digits.heads, digits.experts)
                 parts = tuple(
                     [
                         tuple([(above, own, *(cls in c for c in told)) for above, own, cls in factor])
