@@ -149,6 +149,7 @@ def main() -> None:
     step("llama-long", "cp=4", ring_cluster(2), "ring_attention", "inside=2")
     step("mistral-window", "cp=4", ring_cluster(), "ring_attention", "100, False, 1)")
     step("gemma3-windows", "cp=4", ring_cluster(), "ring_attention", "100, True, 2)")
+    step("gemma2-packed", "cp=4", ring_cluster(), "ring_attention", "100, True, 2)")
     leave()
 
 

@@ -30,7 +30,14 @@ from autoshard.verify.result import StaticReport
 from autoshard.verify.static import verify_static
 
 CLUSTER = "cpu-gloo"
-_RINGS = MappingProxyType({"ring": "llama-long", "reach": "mistral-window", "reach-zigzag": "gemma3-windows"})
+_RINGS = MappingProxyType(
+    {
+        "ring": "llama-long",
+        "reach": "mistral-window",
+        "reach-zigzag": "gemma3-windows",
+        "ring-documents": "llama-packed",
+    }
+)
 
 
 @functools.cache

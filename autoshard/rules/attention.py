@@ -78,8 +78,7 @@ def _laid(shapes: Sequence[TensorType], mask: TensorType | None, causal: bool, w
     zigzag = rows - fixed if causal else frozenset[int]()
     # with a window all ranks have about the same work in either order
     contiguous = rows - fixed if window or not causal else frozenset[int]()
-    # of documents, most keys that came by would not be in reach
-    ring = ((s[0], t[0]),) if divided and s and t and not documents else ()
+    ring = ((s[0], t[0]),) if divided and s and t else ()
     # the mask of keys that go round stays whole
     full: list[Dim] = [b, h, s, build.new(k.shape[-2]) if ring and mask is not None else t]
     fixed |= {*full[3]}

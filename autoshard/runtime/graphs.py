@@ -21,7 +21,7 @@ from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.collectives import COLLECTIVES, is_collective
 from autoshard.ir.row_tiles import TILES, tiles_of
 from autoshard.program.program import Program
-from autoshard.rules.attention import numbers_documents
+from autoshard.rules.attention import KEYS, numbers_documents
 from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.outputs import Rows
 from autoshard.runtime.resolve import torch_op
@@ -79,7 +79,7 @@ def _unrecordable(program: Program) -> str:
 def _by_documents(graph: Graph) -> bool:
     """Whether the values of a mask decide which calls an attention makes."""
     types = graph.types()
-    attention = (n for n in graph.nodes if n.op.startswith("autoshard.sdpa"))
+    attention = (n for n in graph.nodes if n.op in KEYS)
     return any(numbers_documents(types[ref]) for node in attention for ref in refs_of(node))
 
 

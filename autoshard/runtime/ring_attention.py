@@ -11,6 +11,8 @@ key as any other: of its own keys those before a row; of a rank before it the fi
 behind it all, for the second half of its rows. In backward the gradients of keys and values go round with
 them, and home in the end.
 
+Of documents, all keys go round, and rows compute with those of their own (`runtime.key_masks`).
+
 Tensors as in `ops.attention`, of the part of a sequence that a rank has; the mask of keys is of the full one.
 """
 
@@ -18,11 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from autoshard.kernels.attention import Gradients
-from autoshard.ops.attention import in_bshd
+from autoshard.ops.attention import documents_of, in_bshd
+from autoshard.runtime.key_masks import KeyMask, moved, without_unseen
 
 #: of a tensor, one like it to receive into, the rank that it goes to and the one that sends: starts both;
 #: calling what it gives waits for both
@@ -32,18 +36,20 @@ Pass = Callable[[torch.Tensor, torch.Tensor, int, int], Callable[[], None]]
 @dataclass(frozen=True)
 class _Part:
     """What a rank computes in a step. rows: of its queries. keys: of those that it has at the moment. causal:
-    whether a row attends to the keys up to its own alone. mask: of the keys."""
+    whether a row attends to the keys up to its own alone. mask: of the keys, or of rows by keys."""
 
     rows: slice
     keys: slice
     causal: bool
     mask: torch.Tensor | None
 
-    def unseen(self) -> torch.Tensor | None:
-        """Rows that attend to none of the keys, of which kernels give any log-sum-exp."""
-        if self.mask is None:
-            return None
-        return (self.mask.cumsum(-1) == 0).squeeze(-2) if self.causal else ~self.mask.any(-1)
+    def seen(self, lse: torch.Tensor) -> torch.Tensor:
+        """The log-sum-exp, also of rows that attend to none of the keys, of which kernels give any."""
+        if documents_of(self.mask) is not None:  # in its document, a row attends to its own key
+            return lse
+        if self.mask is None or not self.causal:
+            return without_unseen(lse, self.mask)
+        return lse.masked_fill((self.mask.cumsum(-1) == 0).squeeze(-2), float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -87,18 +93,17 @@ class RingAttention:
         """(out [b, h, s, e], log-sum-exp [b, h, s]) of the rank's rows over all keys."""
         total: torch.Tensor | None = None
         sums: torch.Tensor | None = None
+        hidden = KeyMask.of(mask)
         for visit in self._visits((k, v)):
-            part = self._part(visit.source, k.shape[-2], mask, causal)
-            taken = (x[..., part.keys, :] for x in visit.keys)
-            rest = part.mask, part.causal, scale, 0, softcap
-            out, lse = torch.ops.autoshard.sdpa(q[:, :, part.rows], *taken, *rest)
-            unseen = part.unseen()
-            if unseen is not None:
-                lse = lse.masked_fill(unseen, float("-inf"))
-            if total is None or sums is None:  # the rank's own keys, for all of its rows
-                total, sums = out.to(lse.dtype), lse
-            else:
-                join(total[:, :, part.rows], sums[:, :, part.rows], out, lse)
+            for part in self._parts(visit.source, k, hidden, causal):
+                taken = (x[..., part.keys, :] for x in visit.keys)
+                rest = part.mask, part.causal, scale, 0, softcap
+                out, lse = torch.ops.autoshard.sdpa(q[:, :, part.rows], *taken, *rest)
+                lse = part.seen(lse)
+                if total is None or sums is None:  # the rank's own keys, for all of its rows
+                    total, sums = out.to(lse.dtype), lse
+                else:
+                    join(total[:, :, part.rows], sums[:, :, part.rows], out, lse)
         assert total is not None and sums is not None
         return in_bshd(total.to(q.dtype)), sums.masked_fill_(sums == float("-inf"), 0.0)
 
@@ -119,14 +124,17 @@ class RingAttention:
         grad_q = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         near: _Sent | None = None  # sums of this node
         far: _Sent | None = None  # of all nodes so far
+        hidden = KeyMask.of(mask)
         for visit in self._visits((k, v)):
-            part = self._part(visit.source, k.shape[-2], mask, causal)
-            rows, at = (slice(None), slice(None), part.rows), (..., part.keys, slice(None))
-            # with the log-sum-exp of all keys, a part of them gets exactly its share
-            given = grad[rows], q[rows], *(x[at] for x in visit.keys), out[rows], lse[rows].contiguous()
-            rest = part.mask, part.causal, scale, 0, softcap
-            added = torch.ops.autoshard.sdpa_backward(*given, *rest)
-            grad_q[rows] += added[0]
+            added: list[_Added] = []
+            for part in self._parts(visit.source, k, hidden, causal):
+                rows, at = (slice(None), slice(None), part.rows), (..., part.keys, slice(None))
+                # with the log-sum-exp of all keys, a part of them gets exactly its share
+                given = grad[rows], q[rows], *(x[at] for x in visit.keys), out[rows], lse[rows].contiguous()
+                rest = part.mask, part.causal, scale, 0, softcap
+                new = torch.ops.autoshard.sdpa_backward(*given, *rest)
+                grad_q[rows] += new[0]
+                added = _together(visit.keys, added, _Added(part.keys, new[1:]))
             if visit.first:
                 if near is not None:  # the round before has come home meanwhile
                     far = self._to_next_node(near, far)
@@ -135,8 +143,8 @@ class RingAttention:
                 assert near is not None
                 near.arrived()
                 sums = near.tensors
-            for total, more in zip(sums, added[1:], strict=True):
-                total[at] += more
+            for each in added:
+                each.to(sums)
             near = self._send(sums, self._inside) if self.inside > 1 else _Sent(sums, _nothing)
         assert near is not None
         last = self._to_next_node(near, far)
@@ -195,29 +203,66 @@ class RingAttention:
 
         return _Sent(coming, arrived)
 
-    def _part(self, source: int, size: int, mask: torch.Tensor | None, causal: bool) -> _Part:
-        """What is computed with the keys of a rank. size: how many these are."""
+    def _parts(self, source: int, keys: torch.Tensor, hidden: KeyMask, causal: bool) -> Iterator[_Part]:
+        """What is computed with the keys of a rank. keys: as many."""
+        size = keys.shape[-2]
+        if source == self.rank or hidden.documents is None:
+            yield self._part(source, size, hidden, causal)
+            return
+        blocks = enumerate(self._blocks(self.rank, size, causal))
+        for (n, rows), (m, others) in product(blocks, enumerate(self._blocks(source, size, causal))):
+            if causal and others.start > rows.start:
+                continue
+            for tile in hidden.tiles(rows, others, keys.device):
+                own, theirs = n * len(rows) - rows.start, m * len(rows) - others.start
+                yield _Part(moved(tile.rows, own), moved(tile.keys, theirs), False, tile.mask)
+
+    def _part(self, source: int, size: int, hidden: KeyMask, causal: bool) -> _Part:
+        """The same in one, of the keys of the rank itself or without documents. size: how many these are."""
         half = size // 2
         every = slice(0, size)
-        if not causal:
-            return _Part(every, every, False, _of_keys(mask, ((source * size, size),)))
-        blocks = (source * half, half), ((2 * self.ways - 1 - source) * half, half)
-        if source == self.rank:  # in the order of positions
-            return _Part(every, every, True, _of_keys(mask, blocks))
+        blocks = self._blocks(source, size, causal)
+        if not causal or source == self.rank:  # in the order of positions
+            return _Part(every, every, causal, hidden.of_blocks(*blocks))
         if source < self.rank:
-            return _Part(every, slice(0, half), False, _of_keys(mask, blocks[:1]))
-        return _Part(slice(half, size), every, False, _of_keys(mask, blocks))
+            return _Part(every, slice(0, half), False, hidden.of_blocks(blocks[0]))
+        return _Part(slice(half, size), every, False, hidden.of_blocks(*blocks))
+
+    def _blocks(self, rank: int, size: int, causal: bool) -> tuple[range, ...]:
+        """Positions of a rank: those of its two blocks of a zigzag if causal. size: how many these are."""
+        if not causal:
+            return (range(rank * size, (rank + 1) * size),)
+        half, last = size // 2, 2 * self.ways - 1 - rank
+        return range(rank * half, (rank + 1) * half), range(last * half, (last + 1) * half)
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What is added to gradients of some keys, and of their values."""
+
+    keys: slice
+    more: Sequence[torch.Tensor]
+
+    def to(self, sums: Sequence[torch.Tensor]) -> None:
+        for total, more in zip(sums, self.more, strict=True):
+            total[..., self.keys, :] += more
+
+
+def _together(keys: Sequence[torch.Tensor], before: list[_Added], new: _Added) -> list[_Added]:
+    """As one in fp32 if there are several. keys: all of them."""
+    if not before:
+        return [new]
+    every, wide = slice(0, keys[0].shape[-2]), torch.promote_types(keys[0].dtype, torch.float32)
+    if before[0].keys != every or before[0].more[0].dtype != wide:
+        sums = _Added(every, [torch.zeros_like(x, dtype=wide) for x in keys])
+        before[0].to(sums.more)
+        before = [sums]
+    new.to(before[0].more)
+    return before
 
 
 def _nothing() -> None:
     """Waits for nothing."""
-
-
-def _of_keys(mask: torch.Tensor | None, blocks: Sequence[tuple[int, int]]) -> torch.Tensor | None:
-    """The mask of some blocks of keys, (first, how many) of each."""
-    if mask is None or mask.shape[-1] == 1:
-        return mask
-    return torch.cat([mask.narrow(-1, first, count) for first, count in blocks], -1)
 
 
 def join(total: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:

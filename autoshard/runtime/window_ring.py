@@ -23,29 +23,24 @@ import torch
 
 from autoshard.ir.window_hops import WindowHops
 from autoshard.kernels.attention import Gradients
-from autoshard.ops.attention import in_bshd
+from autoshard.ops.attention import documents_of, in_bshd
+from autoshard.runtime.key_masks import KeyMask, moved, without_unseen
 from autoshard.runtime.ring_attention import Pass, join
 
-#: rows that take a mask of rows by keys at a time
-_ROWS = 512
 #: tensors of each of a rank's blocks
 Blocks = list[list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _Part:
     """What a rank computes at a time with keys that came. side: from where. block: of the rank's, which has
-    the rows. rows: of the rank. keys: of those that came. mask: of keys, or of rows by keys."""
+    the rows. rows: of the rank. keys: of those that came. mask: see `KeyTile`."""
 
     side: int
     block: int
     rows: slice
     keys: slice
     mask: torch.Tensor | None
-
-    def in_reach(self, lse: torch.Tensor) -> torch.Tensor:
-        """The log-sum-exp, also of rows that attend to none of the keys, of which kernels give any."""
-        return lse if self.mask is None else lse.masked_fill(~self.mask.any(-1), float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -71,23 +66,24 @@ class WindowRing:
         window: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [b, h, s, e], log-sum-exp [b, h, s]) of the rank's rows over the keys in their reach."""
-        way = self._way(q, causal, window)
+        way, hidden = self._way(q, causal, window), KeyMask.of(mask, window)
         wide = torch.promote_types(q.dtype, torch.float32)
         total = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=wide)
         sums = q.new_empty(q.shape[:3], dtype=wide)
         for hop, came in enumerate(self._visits((k, v), way)):
             if not hop:
                 for block, keys in enumerate(came[1]):
-                    rows, hidden = self._rows(block, way), self._own(mask, block, way)
-                    told = hidden, causal, scale, window, softcap
+                    rows, own = self._rows(block, way), hidden.of_blocks(self._positions(block, way))
+                    told = own, causal, scale, window, softcap
                     out, lse = torch.ops.autoshard.sdpa(q[:, :, rows], *keys, *told)
-                    total[:, :, rows], sums[:, :, rows] = out, _in_reach(lse, hidden, way)
+                    total[:, :, rows], sums[:, :, rows] = out, _in_reach(lse, own, way)
                 continue
-            for tile in self._tiles(hop, mask, way, q.device):
-                taken = (x[..., tile.keys, :] for x in came[tile.side][tile.block])
-                rest = tile.mask, False, scale, 0, softcap
-                out, lse = torch.ops.autoshard.sdpa(q[:, :, tile.rows], *taken, *rest)
-                join(total[:, :, tile.rows], sums[:, :, tile.rows], out, tile.in_reach(lse))
+            for part in self._parts(hop, hidden, way, q.device):
+                taken = (x[..., part.keys, :] for x in came[part.side][part.block])
+                rest = part.mask, False, scale, 0, softcap
+                out, lse = torch.ops.autoshard.sdpa(q[:, :, part.rows], *taken, *rest)
+                seen = without_unseen(lse, part.mask)
+                join(total[:, :, part.rows], sums[:, :, part.rows], out, seen)
         return in_bshd(total.to(q.dtype)), sums.masked_fill_(sums == float("-inf"), 0.0)
 
     def backward(
@@ -105,8 +101,9 @@ class WindowRing:
         window: int,
     ) -> Gradients:
         """Gradients of q, k and v: of the rank's keys what all ranks add to them."""
-        way = self._way(q, causal, window)
-        totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
+        way, hidden = self._way(q, causal, window), KeyMask.of(mask, window)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
         held: list[Mapping[int, Blocks]] = []
 
         # with the log-sum-exp of all keys, a part of them gets exactly its share
@@ -120,23 +117,27 @@ class WindowRing:
             held.append(came)
             for block, keys in enumerate(came[1] if not hop else ()):
                 rows = self._rows(block, way)
-                told = self._own(mask, block, way), causal, scale, window, softcap
+                own = hidden.of_blocks(self._positions(block, way))
+                told = own, causal, scale, window, softcap
                 for total, more in zip(totals[1:], gradients(rows, keys, *told)[1:], strict=True):
                     total[..., rows, :] += more
         coming: Mapping[int, Callable[[], Blocks]] = {}
         for hop in range(self.hops, 0, -1):
             sums = {
-                side: [[torch.zeros_like(x) for x in keys] for keys in blocks]
+                side: [[torch.zeros_like(x, dtype=wide) for x in keys] for keys in blocks]
                 for side, blocks in held[hop].items()
             }
-            for tile in self._tiles(hop, mask, way, q.device):
-                at = (..., tile.keys, slice(None))
-                taken = [x[at] for x in held[hop][tile.side][tile.block]]
-                added = gradients(tile.rows, taken, tile.mask, False, scale, 0, softcap)[1:]
-                for total, more in zip(sums[tile.side][tile.block], added, strict=True):
+            for part in self._parts(hop, hidden, way, q.device):
+                at = (..., part.keys, slice(None))
+                taken = [x[at] for x in held[hop][part.side][part.block]]
+                added = gradients(part.rows, taken, part.mask, False, scale, 0, softcap)[1:]
+                for total, more in zip(sums[part.side][part.block], added, strict=True):
                     total[at] += more
             self._add(sums, coming, way)
-            coming = {side: self._send(blocks, -side) for side, blocks in sums.items()}
+            coming = {
+                side: self._send([[x.to(k.dtype) for x in each] for each in blocks], -side)
+                for side, blocks in sums.items()
+            }
         home = [[x[..., self._rows(n, way), :] for x in totals[1:]] for n in range(1 + self.zigzag)]
         self._add(dict.fromkeys(way.sides, home), coming, way)
         new = (total.to(x.dtype) for total, x in zip(totals, (q, k, v), strict=True))
@@ -195,16 +196,12 @@ class WindowRing:
     def _rows(self, block: int, way: WindowHops) -> slice:
         return slice(block * way.size, (block + 1) * way.size)
 
-    def _own(self, mask: torch.Tensor | None, block: int, way: WindowHops) -> torch.Tensor | None:
-        """The mask of the keys of one of the rank's blocks."""
-        if mask is None or mask.shape[-1] == 1:
-            return mask
-        return mask.narrow(-1, self._number(block) * way.size, way.size)
+    def _positions(self, block: int, way: WindowHops) -> range:
+        first = self._number(block) * way.size
+        return range(first, first + way.size)
 
-    def _tiles(
-        self, hop: int, mask: torch.Tensor | None, way: WindowHops, device: torch.device
-    ) -> Iterator[_Tile]:
-        """What is computed after a hop: with each key the rows in reach of it."""
+    def _parts(self, hop: int, hidden: KeyMask, way: WindowHops, device: torch.device) -> Iterator[_Part]:
+        """What is computed after a hop: with the keys the rows in reach of them."""
         count = way.moved(hop)
         for side, block in product(way.sides, range(1 + self.zigzag)):
             number = self._number(block)
@@ -213,40 +210,14 @@ class WindowRing:
             # the rows next to the keys, and of these the ones next to the rows
             inner, outer = (0, way.size - count) if side > 0 else (way.size - count, 0)
             at, first = number * way.size + inner, (number - side * hop) * way.size + outer
-            for row in range(0, count, _ROWS):
-                rows = range(at + row, at + min(row + _ROWS, count))
-                keys = range(
-                    max(first, rows.start - way.window + 1), min(first + count, rows.stop - 1 + way.window)
-                )
-                yield _Tile(
-                    side,
-                    block,
-                    _moved(rows, block * way.size - number * way.size),
-                    _moved(keys, -first),
-                    _hidden(rows, keys, mask, way.window, device),
-                )
-
-
-def _moved(positions: range, by: int) -> slice:
-    return slice(positions.start + by, positions.stop + by)
-
-
-def _hidden(
-    rows: range, keys: range, mask: torch.Tensor | None, window: int, device: torch.device
-) -> torch.Tensor | None:
-    """Which keys rows attend to, None for all. mask: of all keys."""
-    seen = mask if mask is None or mask.shape[-1] == 1 else mask[..., keys.start : keys.stop]
-    if max(rows[-1] - keys[0], keys[-1] - rows[0]) < window:
-        return seen
-    places = (torch.arange(x.start, x.stop, device=device) for x in (rows, keys))
-    apart = next(places).unsqueeze(1) - next(places)
-    near = apart.abs() < window
-    return near if seen is None else seen & near
+            for tile in hidden.tiles(range(at, at + count), range(first, first + count), device):
+                rows = moved(tile.rows, (block - number) * way.size)
+                yield _Part(side, block, rows, moved(tile.keys, -first), tile.mask)
 
 
 def _in_reach(lse: torch.Tensor, mask: torch.Tensor | None, way: WindowHops) -> torch.Tensor:
     """The log-sum-exp of a block's rows with its own keys, also of rows that attend to none of these."""
-    if mask is None:
+    if mask is None or documents_of(mask) is not None:  # in its document, a row attends to its own key
         return lse
     rows = torch.arange(way.size, device=mask.device)
     begin, end = (rows - way.window + 1).clamp(min=0), (rows + (1 if way.causal else way.window))

@@ -115,8 +115,9 @@ class KeysInReach(Keys):
 
     def room(self) -> float:
         """Keys that came, all of them in backward; the sums, and what goes home."""
-        held = self.sent + 2 * self._bytes(1) if self.backward else 2 * self._bytes(1)
-        wide = 4.0 / DTYPES[self.values[self.rows].type.dtype][1]
+        width = DTYPES[self.values[self.rows].type.dtype][1]
+        wide = max(4, width) / width
+        held = self.sent + (1 + wide) * self._bytes(1) if self.backward else 2 * self._bytes(1)
         beside = self.total + (wide * self.keys if self.backward else 0.0)
         return held + beside + self.ops.workspace(self.node, self._placed(0))
 

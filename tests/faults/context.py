@@ -16,7 +16,8 @@ CONTEXT = ("context", "documents")
 DOCUMENTS = ("documents",)
 #: programs with rings whose keys go as far as a window, in the order of positions and in a zigzag; and all
 REACH = ("reach", "reach-zigzag")
-RINGS = ("ring", *REACH)
+RING_DOCUMENTS = ("ring-documents",)
+RINGS = ("ring", *REACH, *RING_DOCUMENTS)
 _SAID = rules("function", "arguments", "collective", "placement")
 
 
@@ -131,6 +132,13 @@ def _ring_told(program: Program, at: int, wrong: Callable[[Arg], Arg]) -> Iterat
             yield Fault(made, _SAID, (node.outs[0],))
 
 
+def ring_of_one_document(program: Program) -> Iterator[Fault]:
+    """Keys that come are taken for those of the rows' document, whose numbers are left out."""
+    for name, number, node in _rings(program):
+        wrong = replace(node, args=(node.args[0][:-1], *node.args[1:]))
+        yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
 def wider_reach(program: Program) -> Iterator[Fault]:
     """Keys go round with a window that is one position too wide."""
     return _ring_told(program, 5, lambda window: int(window) + 1)
@@ -156,6 +164,7 @@ KINDS: dict[str, Kind] = {
     "keys for values in a ring": Kind(keys_for_values, RINGS),
     "parts of a ring with wrong weights": Kind(weights_of_other_rows, RINGS),
     "a ring on levels that are none": Kind(no_level, RINGS),
+    "documents taken for one in a ring": Kind(ring_of_one_document, RING_DOCUMENTS),
     "a ring with a wider window": Kind(wider_reach, REACH),
     "a ring in another order": Kind(other_order, REACH),
     "a hop less than a window needs": Kind(fewer_hops, REACH),

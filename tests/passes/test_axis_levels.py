@@ -89,9 +89,24 @@ def test_keys_go_as_far_as_a_window(name: str, mesh: str, nodes_of: int, said: t
     assert max(errors_of(model, inputs, program).values()) < RTOL
 
 
-def test_keys_of_other_documents_do_not_go_round() -> None:
-    program, _, _ = _program("llama-packed", "cp=4", ring_cluster())
-    assert not _nodes(program, RINGS)
+@pytest.mark.parametrize(
+    ("name", "mesh", "nodes_of"),
+    [
+        ("llama-packed", "cp=4", 0),
+        ("llama-packed", "cp=4", 2),
+        ("llama-packed", "fsdp=2,cp=2", 0),
+        ("mistral-window-packed", "cp=4", 0),
+        ("gemma3-windows-packed", "cp=4", 2),
+        ("gemma2-packed", "cp=2,tp=2", 0),
+    ],
+)
+def test_documents_go_round(name: str, mesh: str, nodes_of: int) -> None:
+    """Keys of packed documents, with windows and soft caps, too; as many hops as for one document."""
+    program, model, inputs = _program(name, mesh, ring_cluster(nodes_of))
+    rings = _nodes(program, RINGS)
+    assert rings and all(len(n.args[0]) == (7 if "backward" in n.op else 4) for n in rings)
+    assert verify_static(program).ok
+    assert max(errors_of(model, inputs, program).values()) < RTOL
 
 
 @pytest.mark.parametrize("mesh", ["ep=4", "fsdp=2,ep=4"])

@@ -6,7 +6,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from codegen_worker import X, net
 from families import family
+from faulty import good
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -264,6 +267,9 @@ def test_what_changes_from_call_to_call_is_refused() -> None:
     model, inputs = family("llama-packed").make()
     with pytest.raises(UsageError, match="attention by documents"):
         parallel(model, inputs, cuda_graphs=True)
+    ring: Any = SimpleNamespace(program=replace(good("ring-documents"), cuda_graphs=True))
+    with pytest.raises(UsageError, match="attention by documents"):
+        graphs.graphs_of(ring)
     with pytest.raises(UsageError, match="host memory"):
         parallel(net(2), cuda_graphs=True, offload="optimizer,parameters")
 

@@ -35,19 +35,33 @@ def _plain(call: Any, rank: int, ring: RingAttention) -> Any:
         return call(rank, ring)
 
 
+def mask_of(masked: str) -> torch.Tensor | None:
+    """Of the keys of two sequences."""
+    if not masked:
+        return None
+    if masked in ("documents", "shuffled"):
+        begins = torch.zeros(B, 1, 1, T, dtype=torch.int64)
+        begins[0, ..., [3, 7, 30]] = begins[1, ..., [24, 25]] = 1
+        numbers = begins.cumsum(-1)
+        return numbers[..., torch.randperm(T)] if masked == "shuffled" else numbers
+    lengths = torch.tensor([[T], [0 if masked == "hidden" else 17]])
+    return (torch.arange(T) < lengths)[:, None, None]
+
+
 @pytest.mark.parametrize(("ways", "inside"), [(2, 2), (4, 4), (4, 2), (4, 1), (8, 2), (8, 4), (6, 3), (1, 1)])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("masked", ["", "padded", "hidden"])
+@pytest.mark.parametrize("masked", ["", "padded", "hidden", "documents", "shuffled"])
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
-def test_equal_to_all_keys(ways: int, inside: int, causal: bool, masked: str, softcap: float) -> None:
-    """Forward and gradients; some sequences are padded, of one every key is hidden."""
+def test_equal_to_all_keys(
+    ways: int, inside: int, causal: bool, masked: str, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and gradients; some sequences are padded, of one every key is hidden; documents lie behind each
+    other, or their positions anywhere."""
+    monkeypatch.setattr("autoshard.runtime.key_masks._ROWS", 5)
     torch.manual_seed(0)
     q = torch.randn(B, H, T, D, dtype=torch.float64)
     k, v = (torch.randn(B, GROUPS, 1, T, D, dtype=torch.float64) for _ in range(2))
-    mask = None
-    if masked:
-        lengths = torch.tensor([[T], [0 if masked == "hidden" else 17]])
-        mask = (torch.arange(T) < lengths)[:, None, None]
+    mask = mask_of(masked)
     told = (causal, 0.5, softcap)
     out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5, 0, softcap)
     grad = torch.randn_like(out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from runtime.test_ring_attention import mask_of
 
 import autoshard.ops  # noqa: F401  (registers the ops)
 from autoshard.ir.window_hops import WindowHops
@@ -54,19 +56,16 @@ ORDERS = [(True, True), (True, False), (False, False)]
 @pytest.mark.parametrize("ways", [2, 4, 6])
 @pytest.mark.parametrize(("causal", "zigzag"), ORDERS)
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 13, 25, 47])
-@pytest.mark.parametrize("masked", ["", "padded", "hidden"])
+@pytest.mark.parametrize("masked", ["", "padded", "hidden", "documents", "shuffled"])
 def test_equal_to_all_keys(
     ways: int, causal: bool, zigzag: bool, window: int, masked: str, rows: int, monkeypatch: Any
 ) -> None:
-    """Forward and gradients; some sequences are padded, of one every key is hidden."""
-    monkeypatch.setattr("autoshard.runtime.window_ring._ROWS", rows)
+    """Forward and gradients; some sequences are padded, of one every key is hidden; documents."""
+    monkeypatch.setattr("autoshard.runtime.key_masks._ROWS", rows)
     torch.manual_seed(0)
     q = torch.randn(B, H, T, D, dtype=torch.float64)
     k, v = (torch.randn(B, GROUPS, 1, T, D, dtype=torch.float64) for _ in range(2))
-    mask = None
-    if masked:
-        lengths = torch.tensor([[T], [0 if masked == "hidden" else 17]])
-        mask = (torch.arange(T) < lengths)[:, None, None]
+    mask = mask_of(masked)
     softcap = 0.7 if rows == 5 else 0.0
     out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5, window, softcap)
     grad = torch.randn_like(out)
@@ -97,7 +96,8 @@ def _attending(mask: torch.Tensor | None, causal: bool, window: int) -> torch.Te
     """Rows that attend to some key, [b, h, s]."""
     apart = torch.arange(T) - torch.arange(T).unsqueeze(1)
     near = (apart.abs() < window) & ((apart <= 0) | (not causal))
-    seen = near if mask is None else near & mask
+    hides = mask is not None and mask.dtype == torch.bool  # of its document, a row attends to its own key
+    seen = near & mask if mask is not None and hides else near
     return seen.any(-1).expand(B, H, T)
 
 
@@ -129,3 +129,33 @@ def test_pairs_are_those_in_reach(causal: bool, window: int) -> None:
     counted = [int((seen & (hops == hop)).sum()) for hop in range(way.count + 1)]
     assert counted == [way.pairs(hop) for hop in range(way.count + 1)]
     assert sum(counted) == int(seen.sum())
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_parts_of_half_precision_are_joined_in_fp32(documents: bool) -> None:
+    """As near to exact attention, and to its gradients, as one kernel over all keys."""
+    torch.manual_seed(0)
+    length, window, ways = 512, 200, 4
+    q, k, v, grad = (torch.randn(1, 2, length, 16) for _ in range(4))
+    mask = (torch.arange(length) // 150)[None, None, None] if documents else None
+    told = mask, True, 0.25, window
+
+    def whole(x: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        out, lse = torch.ops.autoshard.sdpa(*x[:3], *told)
+        return [out, *torch.ops.autoshard.sdpa_backward(x[3], *x[:3], out, lse, *told)]
+
+    exact, half = whole((q, k, v, grad)), [x.bfloat16() for x in (q, k, v, grad)]
+    parts = [_each(x, ways, True) for x in half]
+
+    def step(rank: int, ring: WindowRing) -> list[torch.Tensor]:
+        own = [p[rank] for p in parts]
+        out, lse = ring.forward(*own[:3], mask, True, 0.25, 0.0, window)
+        return [out, *ring.backward(own[3], *own[:3], out, lse, mask, True, 0.25, 0.0, window)]
+
+    hops = WindowHops.over(length, ways, window, causal=True, zigzag=True).count
+    results, _ = _run(ways, True, hops, step)
+    for number, (wanted, once) in enumerate(zip(exact, whole(half), strict=True)):
+        pieces = _each(wanted, ways, True)
+        joined = max(float((r[number] - x).abs().max()) for r, x in zip(results, pieces, strict=True))
+        assert results[0][number].dtype == torch.bfloat16
+        assert joined <= 1.5 * float((once - wanted).abs().max())

@@ -90,6 +90,7 @@ class Kinds:
                     rule.kernel,
                     rule.flops,
                     rule.slowdown,
+                    rule.window,
                     rule.rate,
                     rule.copies,
                     rule.packed,
