@@ -166,8 +166,11 @@ class PlanningRequest:
         """A plan of less memory than one before: on its mesh, unless that is slower. No other mesh was faster
         with more memory."""
         if before.plan.offload == self.options.offload and before.source is not None:
-            self.progress("planning with less memory")
-            result = self._refitted(before, before.source)
+            result = None
+            assert before.solution is not None
+            if before.solution.configuration.pipe.ranks == 1:  # stages would be cut as they were
+                self.progress("planning with less memory")
+                result = self._refitted(before, before.source)
             if result is None or before.is_faster(result):
                 meshes = same_as(self._candidates(before.analysis), before)
                 alike = Alternative(self.options, meshes, before.source, "less memory on its mesh")
