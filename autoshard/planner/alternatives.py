@@ -15,7 +15,7 @@ from autoshard.planner.planned import WORTH, Planned
 from autoshard.planner.source import Source
 from autoshard.schedules.registry import lookup, sliced
 from autoshard.search.problem.problem import experts_of
-from autoshard.search.solve.configuration import Staged, data_ways
+from autoshard.search.solve.configuration import Staged, data_ways, inside
 from autoshard.search.solve.formulate import layer_calls
 
 #: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
@@ -31,6 +31,8 @@ _CLOSE = 1.05
 #: share of a step that activations in host memory may spare at least, for them to be tried, and that they
 #: spare where other ways are tried with them rather than without
 _SPARED, _MUCH = 0.03, 0.03
+#: and that more memory would spare of the search's step, where that decides how layers are divided
+_ROOM = 0.08
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,15 @@ Candidates = Callable[[PlanOptions], list[Staged]]
 
 @dataclass(frozen=True)
 class Alternatives:
-    """planned: what they are compared with, by their programs. searched: whether its mesh was searched."""
+    """planned: what they are compared with, by their programs. searched: whether its mesh was searched.
+    with_room: seconds of the best step if there were more memory."""
 
     planned: Planned
     options: PlanOptions
     searched: bool
     candidates: Candidates
     replan: Replan
+    with_room: Callable[[], float]
 
     def faster(self) -> list[tuple[Alternative, Planned]]:
         """Each faster than the next, and the last faster than the plan."""
@@ -94,11 +98,20 @@ class Alternatives:
         if host is None or self.options.offload or plan.offload:
             return
         tiled = len(self._less_tiled) > 1
-        if tiled or (plan.recompute and self._spared(host) > _SPARED * self.planned.step):
+        experts = experts_of(self.planned.analysis.model)
+        recomputing = plan.recompute and self._spared(host) > _SPARED * self.planned.step
+        if tiled or recomputing or (not experts and self._is_divided_for_room()):
             options, text = replace(self.options, offload="activations"), "activations in host memory"
-            experts = experts_of(self.planned.analysis.model)
             meshes = same_as(self.candidates(options), self.planned) if experts else ()
             _first_that_fits(better, (Alternative(options, meshes, s, text) for s in self._less_tiled))
+
+    def _is_divided_for_room(self) -> bool:
+        """Whether with more memory a dense model's layers would be divided less, and steps be shorter."""
+        solution, plan = self.planned.solution, self.planned.plan
+        assert solution is not None
+        if not self.searched or (plan.pipeline is None and not inside(solution.configuration.mesh)):
+            return False
+        return self.with_room() < (1 - _ROOM) * solution.placements.seconds
 
     def _spared(self, host: Host) -> float:
         """Seconds of recomputing for what may be copied to the host while forward computes."""

@@ -143,12 +143,20 @@ class PlanningRequest:
         fits = result.device is None or not result.device.missing
         for alternative, faster in request._faster(result, searches) if fits else ():
             other, smaller = self._on_device(faster), request
-            held = request.memory or self.memory
-            if held and other.device is not None and other.device.missing and not self.options.memory:
-                smaller = replace(request, memory=held - other.device.missing)
-                smaller_plan = smaller._replanned(Searches(), faster, alternative)
-                if smaller_plan is not None and smaller_plan.is_faster(result):
-                    other = self._on_device(smaller_plan)
+            for attempt in range(MOST_REPLANS):
+                held = smaller.memory or self.memory
+                if not held or other.device is None or not other.device.missing or self.options.memory:
+                    break
+                smaller = replace(smaller, memory=held - max(2**attempt * other.device.missing, held // 100))
+                alike = replace(smaller, options=alternative.options)
+                smaller_plan = (
+                    alike._refitted(other, alternative.source) if other.plan.pipeline is None else None
+                )
+                if smaller_plan is None or not smaller_plan.is_faster(result):
+                    smaller_plan = smaller._replanned(Searches(), faster, alternative)
+                if smaller_plan is None or not smaller_plan.is_faster(result):
+                    break
+                other = self._on_device(smaller_plan)
             if other.device is None or not other.device.missing:
                 result, request = other, smaller
                 break
@@ -210,7 +218,20 @@ class PlanningRequest:
             not isinstance(self.where, Mesh),
             lambda options: replace(self, options=options)._candidates(planned.analysis),
             partial(self._replanned, searches),
+            lambda: self._with_room(planned, searches),
         ).faster()
+
+    def _with_room(self, planned: Planned, searches: Searches) -> float:
+        """Seconds of the best step if there were more memory, by the search's prices alone."""
+        self.progress("looking at what more memory would give")
+        analysis, budget = planned.analysis, self.memory and int(_WIDER[2] * self.memory)
+        request = replace(self.request, budget=budget, baselines=False)
+        try:
+            meshes = self._candidates(analysis)
+            best = choose(analysis.model, meshes, self.machine, request, self.progress, None, searches)
+        except (UsageError, InfeasibleError):
+            return math.inf
+        return best.placements.seconds
 
     def _replanned(self, searches: Searches, planned: Planned, new: Alternative) -> Planned | None:
         """A plan of the same batch that runs in another way, None if none fits."""
