@@ -140,8 +140,7 @@ class PlanningRequest:
                     break
             else:
                 break  # the plan before stands, and its device says that it does not fit
-        fits = result.device is None or not result.device.missing
-        for alternative, faster in request._faster(result, searches) if fits else ():
+        for alternative, faster in request._faster(result, searches):
             other, smaller = self._on_device(faster), request
             for attempt in range(MOST_REPLANS):
                 held = smaller.memory or self.memory
