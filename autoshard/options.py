@@ -24,7 +24,8 @@ Codegen = Literal["", "interpreter", "inductor"]
 
 
 def option(default: Any, help: str, **cli: Any) -> Any:
-    """A field with its help. cli: how the commands write it: flag, metavar, least (of a number), hidden."""
+    """A field with its help. cli: how the commands write it: flag, metavar, least (of a number), hidden,
+    counts (whether a file of them may stand for it)."""
     return field(default=default, metadata={"help": help, **cli})
 
 
@@ -72,6 +73,7 @@ class PlanOptions:
         "experts of each layer that every rank computes for its own tokens; of a file of counts, the N that "
         "are chosen most often [default: none]",
         metavar="COUNTS.json:N|3,17;0,5",
+        counts=True,
     )
     recompute: bool = option(True, "whether activations may be recomputed in backward")
     pins: tuple[str, ...] = option(

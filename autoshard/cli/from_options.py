@@ -71,7 +71,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
 
 
 def _value(field: Field[Any], given: Any) -> Any:
-    if field.name == "replicate_experts" and ":" in given:
+    if "counts" in field.metadata and ":" in given:
         return _most_chosen(given)
     if "unit" in field.metadata:
         return memory_of(given)

@@ -141,23 +141,9 @@ class PlanningRequest:
             else:
                 break  # the plan before stands, and its device says that it does not fit
         for alternative, faster in request._faster(result, searches):
-            other, smaller = self._on_device(faster), request
-            for attempt in range(MOST_REPLANS):
-                held = smaller.memory or self.memory
-                if not held or other.device is None or not other.device.missing or self.options.memory:
-                    break
-                smaller = replace(smaller, memory=held - max(2**attempt * other.device.missing, held // 100))
-                alike = replace(smaller, options=alternative.options)
-                smaller_plan = (
-                    alike._refitted(other, alternative.source) if other.plan.pipeline is None else None
-                )
-                if smaller_plan is None or not smaller_plan.is_faster(result):
-                    smaller_plan = smaller._replanned(Searches(), faster, alternative)
-                if smaller_plan is None or not smaller_plan.is_faster(result):
-                    break
-                other = self._on_device(smaller_plan)
+            other, held = request._held(self._on_device(faster), alternative, result)
             if other.device is None or not other.device.missing:
-                result, request = other, smaller
+                result, request = other, held
                 break
         if request.memory == self.memory:
             return result
@@ -169,15 +155,30 @@ class PlanningRequest:
         )
         return replace(result, plan=replace(result.plan, warnings=(*result.plan.warnings, *notes, text)))
 
+    def _held(self, planned: Planned, new: Alternative, slower: Planned) -> tuple[Planned, PlanningRequest]:
+        """Another way to run a plan, with less memory as long as it misses its device and is faster than a
+        plan before; and the request with so much."""
+        request, first = self, planned
+        for attempt in range(MOST_REPLANS):
+            memory = request.memory
+            if not memory or planned.device is None or not planned.device.missing or self.options.memory:
+                break
+            request = replace(
+                request, memory=memory - max(2**attempt * planned.device.missing, memory // 100)
+            )
+            smaller = replace(request, options=new.options)._refitted(planned, new.source)
+            if smaller is None or not smaller.is_faster(slower):
+                smaller = request._replanned(Searches(), first, new)
+            if smaller is None or not smaller.is_faster(slower):
+                break
+            planned = self._on_device(smaller)
+        return planned, request
+
     def _with_less(self, before: Planned, source: Source, analysis: Analysis, searches: Searches) -> Planned:
         """A plan of less memory than one before: on its mesh, unless that is slower. No other mesh was faster
         with more memory."""
         if before.plan.offload == self.options.offload and before.source is not None:
-            result = None
-            assert before.solution is not None
-            if before.solution.configuration.pipe.ranks == 1:  # stages would be cut as they were
-                self.progress("planning with less memory")
-                result = self._refitted(before, before.source)
+            result = self._refitted(before, before.source)
             if result is None or before.is_faster(result):
                 meshes = same_as(self._candidates(before.analysis), before)
                 alike = Alternative(self.options, meshes, before.source, "less memory on its mesh")
@@ -188,8 +189,12 @@ class PlanningRequest:
         return self.planned_from(source, analysis, searches)
 
     def _refitted(self, before: Planned, source: Source) -> Planned | None:
-        """A plan of the same configuration that holds less, None if there is none."""
+        """A plan of the same configuration that holds less, None if there is none, and for a pipeline, whose
+        stages would be cut as they were."""
         assert before.solution is not None
+        if before.plan.pipeline is not None:
+            return None
+        self.progress("planning with less memory")
         try:
             result = self._searched(
                 source, before.analysis, (), self.request, Searches(), before.solution, refit=before.width

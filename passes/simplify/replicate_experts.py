@@ -9,9 +9,10 @@ computes a token does not change it, and gradients of the copies are added to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 
 import torch
 
@@ -25,7 +26,9 @@ from autoshard.rules import experts, scaled_experts
 
 _CHOICES, _ROUTE = "autoshard.choices.default", "autoshard.route.default"
 #: op that takes matrices of all experts -> where they stand
-_MATRICES = {"autoshard.expert_mm.default": 2, "autoshard.expert_rows.default": 0}
+_MATRICES: Mapping[str, int] = MappingProxyType(
+    {"autoshard.expert_mm.default": 2, "autoshard.expert_rows.default": 0}
+)
 #: ops that give sums over slots for every expert
 _SUMS = frozenset(("autoshard.expert_outer.default", "autoshard.expert_sum.default"))
 #: ops that give a row of every token

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import expert_modules
 import pytest
 import torch
 from calls_worker import batch
+from faults.edits import replaced
 from lockstep_check import compare_step
 from scaled_layers import E4, FORMATS, by_hand, wide_mixtral
 from slow_links import without_latency
@@ -132,10 +132,8 @@ def test_a_scale_of_one_rank_s_rows_alone_is_noticed() -> None:
     reduced = next(n for n in nodes if n.name == nodes[at].args[1].name)
     assert reduced.kwarg("op") == "max"
     own = Ref(next(refs_of(reduced)))
-    nodes[at] = substitute(nodes[at], lambda v: own if v == reduced.name else Ref(v))
-    wrong = replace(segment, graph=replace(segment.graph, nodes=tuple(nodes)))
-    lowered = replace(program.lowered, segments={**program.lowered.segments, name: wrong})
-    faulty = replace(program, lowered=lowered)
+    wrong = substitute(nodes[at], lambda v: own if v == reduced.name else Ref(v))
+    faulty = replaced(program, name, at, wrong)
     assert verify(program, model, (), inputs, steps=0).ok
     assert not verify_static(faulty).ok
     assert not verify(faulty, model, (), inputs, steps=0).ok

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calls_worker import batch
+from faults.edits import replaced
 from lockstep_check import compare_step
 from scaled_layers import E4, by_hand, wide_llama, wide_mixtral
 from torch import nn
@@ -84,10 +85,8 @@ def test_a_scale_of_one_rank_s_part_is_noticed() -> None:
     at = next(k for k, n in enumerate(nodes) if n.op == CAST_PACKED and "shard" in n.name)
     reduced = next(n for n in nodes if nodes[at].args[3].name in n.outs)
     own = reduced.args[0][reduced.outs.index(nodes[at].args[3].name)]
-    nodes[at] = replace(nodes[at], args=(*nodes[at].args[:3], own, *nodes[at].args[4:]))
-    wrong = replace(segment, graph=replace(segment.graph, nodes=tuple(nodes)))
-    lowered = replace(program.lowered, segments={**program.lowered.segments, name: wrong})
-    faulty = replace(program, lowered=lowered)
+    wrong = replace(nodes[at], args=(*nodes[at].args[:3], own, *nodes[at].args[4:]))
+    faulty = replaced(program, name, at, wrong)
     assert verify(program, model, (), inputs, steps=0).ok
     assert not verify_static(faulty).ok
     assert not verify(faulty, model, (), inputs, steps=0).ok

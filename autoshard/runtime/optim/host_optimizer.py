@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import UsageError
 from autoshard.runtime.fingerprint import fingerprint
 from autoshard.runtime.host import in_host_memory, pinned_like
-from autoshard.runtime.optim.optimizer_hooks import local, loss_of
+from autoshard.runtime.optim.optimizer_hooks import local, loss_of, options_in
 from autoshard.torch_adapters.dtensor import dtensor_like
 
 #: bytes of parameters that are copied and updated together
@@ -100,7 +100,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def _take_numbers(self) -> None:
         """Rates and the like, from the optimizer made."""
         for own, inner in self._groups():
-            own.update({name: value for name, value in inner.items() if name != "params"})
+            own.update(options_in(inner))
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         assert self.inner is not None
@@ -112,7 +112,7 @@ class HostOptimizer(torch.optim.Optimizer):
         loss = loss_of(closure)
         assert self.inner is not None
         for own, inner in self._groups():
-            inner.update({name: value for name, value in own.items() if name != "params"})
+            inner.update(options_in(own))
         self._copies.settle()
         self._refresh()
         buckets = [[p for p in bucket if p.own.grad is not None] for bucket in self._buckets]

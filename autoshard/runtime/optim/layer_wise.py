@@ -23,13 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import UsageError
-from autoshard.runtime.optim.optimizer_hooks import local, loss_of, parameters_in
+from autoshard.runtime.optim.optimizer_hooks import local, loss_of, options_in, parameters_in
 from autoshard.runtime.optim.owners import SharedTensors
 from autoshard.torch_adapters.blocks import part_at
 from autoshard.torch_adapters.dtensor import batch_like
 
 #: of a group, what is no option
-_NO_OPTIONS = ("params", "param_names")
 #: in the state of a parameter, options that its optimizer changed by itself, as counters
 _OPTIONS = "param_group"
 #: in a state dict, instead of the state of a parameter that another rank owns; empty, so that checkpoints,
@@ -70,7 +69,7 @@ class _Owned:
     def state(self) -> dict[str, Any]:
         """Of its optimizer, with the options that this changed. Of some matrices of a batch as DTensors, by
         which checkpoints know which they are."""
-        options = _options(self.optimizer.param_groups[0])
+        options = options_in(self.optimizer.param_groups[0])
         changed = {k: x for k, x in options.items() if k not in self.given or not _same(x, self.given[k])}
         state: dict[str, Any] = self.optimizer.state.get(self.full, {})
         if self.batch is not None:
@@ -98,7 +97,9 @@ class _Owned:
         group = {**options, "params": [0]}
         self.optimizer.load_state_dict({"state": {0: rest} if rest else {}, "param_groups": [group]})
         self.given.clear()
-        self.given.update(_options(self.optimizer.param_groups[0]))  # with defaults that the loaded ones lack
+        self.given.update(
+            options_in(self.optimizer.param_groups[0])
+        )  # with defaults that the loaded ones lack
         self.optimizer.param_groups[0].update(state.get(_OPTIONS, {}))
 
 
@@ -140,8 +141,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         stand_ins = [_stand_in(p, p.shape) for p in group["params"]]
-        optimizer = self._create({**_options(group), "params": stand_ins})
-        group.update(_options(optimizer.param_groups[0]))
+        optimizer = self._create({**options_in(group), "params": stand_ins})
+        group.update(options_in(optimizer.param_groups[0]))
         if len(self.param_groups) == 1:
             self.defaults = dict(optimizer.defaults)
 
@@ -172,7 +173,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
         def stepped(number: int, full: list[torch.Tensor]) -> torch.Tensor:
             owned = self._owner_of(*given[number])
-            owned.update_options(_options(given[number][1]))
+            owned.update_options(options_in(given[number][1]))
             return owned.step(*full)
 
         for number, new in self._tensors.computed([p for p, _ in given], values, stepped):
@@ -192,7 +193,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def _owner_of(self, p: torch.Tensor, group: Mapping[str, Any]) -> _Owned:
         if p not in self._owned:
-            tensor, options = self._tensors.of(p), _options(group)
+            tensor, options = self._tensors.of(p), options_in(group)
             full = _stand_in(p, local(p).shape if tensor is None else tensor.shape)
             batch = p if isinstance(p, DTensor) and self._tensors.is_divided(p) else None
             optimizer = self._create({**options, "params": [full]})
@@ -230,7 +231,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p in mine:
-                    self._owner_of(p, group).load(states.get(mine[p], {}), _options(group))
+                    self._owner_of(p, group).load(states.get(mine[p], {}), options_in(group))
                     if mine[p] in states:
                         self.state[p] = self._owned[p].state()
                 elif states:
@@ -268,10 +269,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 def _cost(shape: Sequence[int]) -> int:
     """Of what is computed for a tensor, up to a factor: products with a matrix of each of its last dims."""
     return prod(shape) * (sum(shape[-2:]) if len(shape) > 1 else 1)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: x for k, x in group.items() if k not in _NO_OPTIONS}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +24,11 @@ def local(x: torch.Tensor) -> torch.Tensor:
 def parameters_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Those of all its groups."""
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def options_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates and the like of a group."""
+    return {name: x for name, x in group.items() if name not in ("params", "param_names")}
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
