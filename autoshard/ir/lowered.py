@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, refs_of
+from autoshard.ir.offload import STORE
 from autoshard.ir.placement import Layout
 from autoshard.ir.transposed import turned_in
 from autoshard.ir.types import TensorType
@@ -107,6 +108,23 @@ class Lowered:
         for part in self.parts:
             result.setdefault(part.stage, []).append(part)
         return result
+
+    @cached_property
+    def hosted(self) -> frozenset[str]:
+        """Values of main that stores make, in host memory; ports are not among them."""
+        inside = {
+            name: {out for node in s.graph.nodes if node.op == STORE for out in node.outs}
+            for name, s in self.segments.items()
+        }
+        result: set[str] = set()
+        for item in self.main:
+            if isinstance(item, Call):
+                new = inside[item.segment]
+                outputs = self.segments[item.segment].graph.outputs if new else ()
+                result.update(out for out, inner in zip(item.outs, outputs, strict=False) if inner in new)
+            elif item.op == STORE:
+                result.update(item.outs)
+        return frozenset(result)
 
     @cached_property
     def ends(self) -> Mapping[StagePart, PartBoundary]:

@@ -15,7 +15,7 @@ from autoshard.planner.planned import WORTH, Planned
 from autoshard.planner.source import Source
 from autoshard.schedules.registry import lookup, sliced
 from autoshard.search.problem.problem import experts_of
-from autoshard.search.solve.configuration import Staged, data_ways, inside
+from autoshard.search.solve.configuration import Staged, data_ways, inside, staged_as
 from autoshard.search.solve.formulate import layer_calls
 
 #: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
@@ -38,12 +38,13 @@ _ROOM = 0.08
 @dataclass(frozen=True)
 class Alternative:
     """options: with its schedule. meshes: where, () for all that options allow. source: the model, with its
-    tiles and chunks of experts. text: what it is, in words."""
+    tiles and chunks of experts. text: what it is, in words. faster: whether it is only wanted if it is."""
 
     options: PlanOptions
     meshes: Sequence[Staged]
     source: Source
     text: str
+    faster: bool = False
 
 
 #: a plan of the same batch that runs in another way, None if none fits
@@ -103,7 +104,8 @@ class Alternatives:
         if tiled or recomputing or (not experts and self._is_divided_for_room()):
             options, text = replace(self.options, offload="activations"), "activations in host memory"
             meshes = same_as(self.candidates(options), self.planned) if experts else ()
-            _first_that_fits(better, (Alternative(options, meshes, s, text) for s in self._less_tiled))
+            tries = (Alternative(options, meshes, s, text, faster=True) for s in self._less_tiled)
+            _first_that_fits(better, tries)
 
     def _is_divided_for_room(self) -> bool:
         """Whether with more memory a dense model's layers would be divided less, and steps be shorter."""
@@ -214,10 +216,7 @@ class Alternatives:
 def same_as(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
     """The mesh and the microbatch of a plan, and the pipelines it may have."""
     assert planned.solution is not None
-    config = planned.solution.configuration
-    same = [s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks]
-    # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
-    return [replace(s, batches=(config.batch,)) for s in (*same, Staged(config.mesh))[:1]]
+    return [staged_as(meshes, planned.solution.configuration)]
 
 
 def _first_that_fits(better: _Try, tries: Iterable[Alternative]) -> None:

@@ -83,9 +83,18 @@ def check_states(nbytes: float, device: Device, ranks: int) -> None:
     raise failure
 
 
-def peak_of(prices: StagePrices) -> float:
-    """Bytes of the fullest rank of a program on its device."""
-    return max(most for _, most in Peaks(prices).all)
+@dataclass(frozen=True)
+class DevicePeak:
+    """Of the fullest rank of a program on its device, in bytes. activations: among them."""
+
+    bytes: float
+    activations: float
+
+
+def peak_of(prices: StagePrices) -> DevicePeak:
+    """The peak of a program."""
+    held, most = max(Peaks(prices).all, key=itemgetter(1))
+    return DevicePeak(most, held.activations)
 
 
 def least_offload(build: _Build, prices_of: Callable[[Program], StagePrices], budget: int | None) -> Program:
@@ -100,7 +109,7 @@ def least_offload(build: _Build, prices_of: Callable[[Program], StagePrices], bu
     if not program.offload:
         return program
     prices = prices_of(program)
-    if budget is not None and program.offload.activations and (peak := peak_of(prices)) > budget:
+    if budget is not None and program.offload.activations and (peak := peak_of(prices)).bytes > budget:
         program, prices = _fewest(build, prices_of, budget, (program, prices), peak)
     check_host(prices)
     return program
@@ -111,28 +120,30 @@ def _fewest(
     prices_of: Callable[[Program], StagePrices],
     budget: int,
     none: tuple[Program, StagePrices],
-    peak: float,
+    peak: DevicePeak,
 ) -> tuple[Program, StagePrices]:
-    """The smallest share that fits, by false position: peaks fall about evenly with it. Where none does, the
-    program of the lowest peak, loading ahead or not. none: with none of them, and its peak in bytes."""
-    low, high = 0.0, 1.0
-    most = build(high, True)
-    best = most, prices_of(most)
-    over, under = peak - budget, peak_of(best[1]) - budget
-    if under > 0:
-        last = build(high, False)
-        late = last, prices_of(last)
-        return min((over, none), (under, best), (peak_of(late[1]) - budget, late), key=itemgetter(0))[1]
-    for _ in range(_TRIALS):
-        least = low + (high - low) * over / (over - under)
-        if high - least <= _NEAR:
-            break
-        share = least + _NEAR / 2
-        tried = build(share, True)
-        prices = prices_of(tried)
-        more = peak_of(prices) - budget
+    """The smallest share that fits, by secants, then by false position: peaks fall about evenly with it, and
+    by no more than what is there to store. Where none does, the program of the lowest peak, loading ahead or
+    not. none: with none of them, and its peak."""
+    low, high, over, under = 0.0, 1.0, peak.bytes - budget, 0.0
+    falls = peak.activations
+    best: tuple[Program, StagePrices] | None = None
+    for left in reversed(range(_TRIALS)):
+        least = low + ((high - low) * over / (over - under) if best else over / falls if falls > 0 else 1.0)
+        if best and high - least <= _NEAR:
+            return best
+        share = min(1.0, least + _NEAR / 2) if left or best else 1.0
+        program = build(share, True)
+        tried = program, prices_of(program)
+        more = peak_of(tried[1]).bytes - budget
         if more <= 0:
-            high, under, best = share, more, (tried, prices)
+            high, under, best = share, more, tried
+        elif share == 1.0:
+            last = build(share, False)
+            late = last, prices_of(last)
+            lowest = (over, none), (more, tried), (peak_of(late[1]).bytes - budget, late)
+            return min(lowest, key=itemgetter(0))[1]
         else:
-            low, over = share, more
+            falls, low, over = (over - more) / (share - low), share, more
+    assert best is not None  # the last share is all of them
     return best

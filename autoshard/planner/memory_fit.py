@@ -33,7 +33,7 @@ from autoshard.schedules.timeline import peak_bytes, step_seconds
 from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import retuned
-from autoshard.search.select.request import CandidateSolution, SearchRequest
+from autoshard.search.select.request import CandidateSolution, Incumbent, SearchRequest
 from autoshard.search.solve.configuration import Configuration, alike, stored_ways
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.search.solve.step_config import StepConfig, least_state
@@ -92,6 +92,11 @@ class MemoryFit:
     staging: Staging | None = None
     peak: Peak | None = None
 
+    @property
+    def seconds(self) -> float:
+        """As the search counts them, with what it waits for its host."""
+        return self.solution.placements.seconds + (0.0 if self.peak is None else self.peak.waits)
+
 
 class MemoryFitter:
     """Cuts and measures solutions; what was done for one is kept for when it is asked for again.
@@ -127,6 +132,8 @@ class MemoryFitter:
         self._over_hosted: dict[Hashable, float] = {}
         #: how many configurations nothing fits of, and the least bytes that a program of theirs held too much
         self.failed, self._least_over = 0, inf
+        #: the fastest solution that fits of those that were made full programs, its stages, and its peaks
+        self._fastest: tuple[float, CandidateSolution, Staging | None, Peaks] | None = None
         #: why the last program that was too large for the host's memory was that
         self._host_full: HostFullError | None = None
 
@@ -211,8 +218,7 @@ class MemoryFitter:
                     break  # what does not fit is not what the search can change
                 high, share = share, self._less(share, over, tried)
                 continue
-            fastest = inf if best is None else best.solution.placements.seconds
-            if fit is not None and tried.placements.seconds < fastest:
+            if fit is not None and (best is None or fit.seconds < best.seconds):
                 best = fit
             if -over <= _LEFT * budget:
                 break
@@ -265,13 +271,22 @@ class MemoryFitter:
 
     def measured(self, solution: CandidateSolution) -> float | None:
         """Seconds of the simulated step of a solution that was made a program, None of others."""
-        cached = next((fit for _, fit in self._fitted if _same(fit.solution, solution)), None)
-        return None if cached is None or cached.peak is None else cached.peak.step
+        peak = self._peak(solution)
+        return None if peak is None else peak.step
 
-    def full_seconds(self, solution: CandidateSolution) -> float:
-        """Of a step of a solution that fits, with what it waits for its host."""
-        peak = self.fitted(solution).peak
-        return self._seconds(solution) + (peak.waits if peak is not None else 0.0)
+    def waits(self, solution: CandidateSolution) -> float:
+        """Seconds of them in which it waits for its host."""
+        peak = self._peak(solution)
+        return 0.0 if peak is None else peak.waits
+
+    def _peak(self, solution: CandidateSolution) -> Peak | None:
+        return next((fit.peak for _, fit in self._fitted if _same(fit.solution, solution)), None)
+
+    def incumbent(self, solution: CandidateSolution) -> Incumbent:
+        """A solution that fits. Its seconds are with what it waits for its host."""
+        self.fitted(solution)
+        seconds = self._seconds(solution) + self.waits(solution)
+        return Incumbent(solution, seconds, self.measured(solution))
 
     def _seconds(self, tried: CandidateSolution) -> float:
         return tried.placements.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
@@ -393,7 +408,7 @@ class MemoryFitter:
             )
             if deep is not None:
                 return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.request.budget)
-        peaks = self.program_peaks(solution, staging)
+        peaks = self._program_peaks(solution, staging)
         prices, budget = peaks.prices, self.request.budget
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
         over = -inf
@@ -401,16 +416,30 @@ class MemoryFitter:
             limits = rooms(prices.cluster, prices.machines, budget) or (budget,) * len(peaks.all)
             over = max(bytes_ - own for (_, bytes_), own in zip(peaks.all, limits, strict=True))
         fits = over <= 0
-        if not self.offload:
-            behaviour = prices.behaviour
-            seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap) if fits else None
-            return Peak(rank, held, most, step=seconds, over=over)
-        step = estimate_step(prices.program, prices.cluster, behaviour=prices.behaviour)
-        waits = step.spent.axes.get("host", 0.0)
-        return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
+        if not fits:
+            return Peak(rank, held, most, over=over)
+        behaviour, host, waits = prices.behaviour, None, 0.0
+        if self.offload:
+            step = estimate_step(prices.program, prices.cluster, behaviour=behaviour)
+            host, waits, seconds = need_of(prices), step.spent.axes.get("host", 0.0), step.seconds
+        else:
+            seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap)
+        if self._fastest is None or seconds < self._fastest[0]:
+            self._fastest = seconds, solution, staging, peaks
+        return Peak(rank, held, most, host, waits, seconds, over)
 
-    def program_peaks(self, solution: CandidateSolution, staging: Staging | None) -> Peaks:
-        """Of the full program that a solution becomes."""
+    @property
+    def fastest(self) -> CandidateSolution | None:
+        """Of the solutions that were made full programs and fit."""
+        return None if self._fastest is None else self._fastest[1]
+
+    def full_peaks(self, solution: CandidateSolution, staging: Staging | None) -> Peaks:
+        """Of the full program that a solution becomes, which may be one that was measured."""
+        if self._fastest is not None and _same(self._fastest[1], solution) and self._fastest[2] is staging:
+            return self._fastest[3]
+        return self._program_peaks(solution, staging)
+
+    def _program_peaks(self, solution: CandidateSolution, staging: Staging | None) -> Peaks:
         plan, options = self.lowering(solution)
         schedule = uncut = None
         if staging is not None:

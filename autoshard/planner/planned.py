@@ -13,7 +13,7 @@ from autoshard.planner.source import Progress, Source
 from autoshard.planner.stage_partition import Staging
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.problem import batch_of
-from autoshard.search.select.request import CandidateSolution
+from autoshard.search.select.request import CandidateSolution, Incumbent
 from autoshard.simulate.device_memory import DeviceMemory
 from autoshard.simulate.peaks import Peaks
 
@@ -67,6 +67,14 @@ class Planned:
         assert self.solution is not None
         step = None if self.peak is None else self.peak.step
         return self.solution.placements.seconds if step is None else step
+
+    @property
+    def incumbent(self) -> Incumbent:
+        """What other plans have to be faster than."""
+        assert self.solution is not None
+        seconds = self.solution.placements.seconds if self.staging is None else self.staging.seconds
+        waits = 0.0 if self.peak is None else self.peak.waits
+        return Incumbent(self.solution, seconds + waits, self.step if self.simulated else None)
 
     @property
     def simulated(self) -> bool:

@@ -28,9 +28,9 @@ from autoshard.search.problem.problem import batch_of, experts_of, tokens_of
 from autoshard.search.problem.rescale_batch import distinct_batch
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import Searches, choose
-from autoshard.search.select.request import CandidateSolution, SearchRequest
+from autoshard.search.select.request import CandidateSolution, Incumbent, SearchRequest
 from autoshard.search.select.tactics import Tactic, parse_tactics
-from autoshard.search.solve.configuration import Staged, microbatch_sizes
+from autoshard.search.solve.configuration import Staged, microbatch_sizes, staged_as
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.param_costs import whole_state
 from autoshard.simulate.device_memory import device_memory
@@ -61,7 +61,8 @@ class PlanningRequest:
 
     where: a mesh, or a cluster whose meshes are searched. machine: the cluster, with its prices. ranks: in
     all. memory: bytes per rank, None for no limit. target: what the plan is called. widths: times the memory
-    that the search is given one after the other, where activations go to host memory.
+    that the search is given one after the other, where activations go to host memory. known: a plan; what
+    cannot be faster is not looked at.
     """
 
     where: Mesh | Cluster
@@ -72,6 +73,7 @@ class PlanningRequest:
     target: str
     progress: Progress
     widths: tuple[float, ...] = _WIDER
+    known: Incumbent | None = None
 
     def __post_init__(self) -> None:
         check_pipeline(self.options)
@@ -253,7 +255,8 @@ class PlanningRequest:
                 among = planned.solution
                 result = searcher._searched(new.source, analysis, new.meshes, request, searches, among)
             else:
-                searcher = replace(searcher, options=replace(new.options, baselines=False))
+                known = planned.incumbent if new.faster else None
+                searcher = replace(searcher, options=replace(new.options, baselines=False), known=known)
                 result = searcher._of_any_batch(new.source, analysis, searches)
                 assert result.solution is not None and planned.solution is not None
                 solution = replace(result.solution, baselines=planned.solution.baselines)
@@ -381,6 +384,7 @@ class PlanningRequest:
             among=among,
             searches=searches,
             refit=refit,
+            known=self.known if among is None else None,
         )
         return replace(
             planned,
@@ -452,6 +456,7 @@ def plan_analysed(
     among: CandidateSolution | None = None,
     searches: Searches | None = None,
     refit: float = 0.0,
+    known: Incumbent | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
@@ -460,7 +465,8 @@ def plan_analysed(
     offload: what lives in host memory, for which the cluster must know its host. reasons: False
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
     a search over more meshes found, if these are what it led to. searches: before this one. refit: where that
-    solution is only to fit, how many times the memory it was searched with, else 0.
+    solution is only to fit, how many times the memory it was searched with, else 0. known: what
+    cannot be faster is not looked at. Raises InfeasibleError if nothing fits of what is.
     """
     request = request or SearchRequest()
     request = replace(request, budget=memory, recipe=without_tables(request.recipe, analysis.folded))
@@ -472,7 +478,8 @@ def plan_analysed(
     if among is not None and refit:
         solution, width = among, refit
     else:
-        solution, width = _chosen(analysis, meshes, cluster, request, say, fitter, searches, tuple(widths))
+        searched = (analysis, meshes, cluster, request, say, fitter, searches, tuple(widths))
+        solution, width = _chosen(*searched, known)
     fitted = fitter.fitted(solution)
     solution, staging = fitted.solution, fitted.staging
     if among is not None:
@@ -489,7 +496,7 @@ def plan_analysed(
     best = replace(best, offload=str(offload))
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
-    repeated = partial(fitter.program_peaks, solution, staging)
+    repeated = partial(fitter.full_peaks, solution, staging)
     return Planned(
         best, analysis, cluster, solution, staging=staging, peak=fitted.peak, peaks=repeated, width=width
     )
@@ -529,6 +536,11 @@ def _lost(solution: CandidateSolution, fitter: MemoryFitter) -> tuple[float, flo
     return recomputing / placements.seconds, waits / placements.seconds
 
 
+def _measured(incumbent: Incumbent) -> float:
+    """Seconds of its step, simulated if it was made a program."""
+    return incumbent.seconds if incumbent.measured is None else incumbent.measured
+
+
 def _chosen(
     analysis: Analysis,
     meshes: Sequence[Mesh | Staged],
@@ -538,11 +550,13 @@ def _chosen(
     fitter: MemoryFitter,
     searches: Searches,
     widths: tuple[float, ...],
+    incumbent: Incumbent | None,
 ) -> tuple[CandidateSolution, float]:
     """The best solution that fits, as the fitter sees it, and how many times the memory it was searched with.
 
     The search counts activations on the device. With offloading it is given more memory than there is, as
-    long as the solution then fits and is faster.
+    long as the solution then fits and is faster, and then on its mesh what is between. incumbent: what
+    cannot be faster than that is not looked at.
     """
     wider = widths if fitter.offload.activations and request.budget is not None else (1.0,)
     recipe = hosted(request.recipe, fitter.offload, cluster.device)
@@ -554,19 +568,28 @@ def _chosen(
     best: CandidateSolution | None = None
     width = 1.0
     tried = _Widths(wider)
+    staged = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     for times in tried:
+        between = tried.high < math.inf and best is not None
+        among = [staged_as(staged, best.configuration)] if best is not None and between else staged
         # no baseline offloads activations: baselines are only looked for within the memory that there is
         budget = None if request.budget is None else int(times * request.budget)
         if failure is not None and budget is not None and failure.smallest_bytes > budget:
             continue  # what came closest needs more than that
         wide = replace(request, budget=budget, baselines=request.baselines and times == 1)
         try:
-            known = None if best is None else (best, fitter.full_seconds(best))
-            solution = choose(analysis.model, meshes, cluster, wide, say, fitter, searches, known)
+            reached = (incumbent, None if best is None else fitter.incumbent(best))
+            known = min((i for i in reached if i is not None), key=_measured, default=None)
+            solution = choose(analysis.model, among, cluster, wide, say, fitter, searches, known)
+            if incumbent is not None and solution is incumbent.solution:
+                if fitter.fastest is None:
+                    raise InfeasibleError(f"nothing seems faster than {solution.configuration.name}")
+                solution = fitter.fastest
             if len(wider) == 1 or solution.interrupted:
                 return (solution, times) if best is None else (best, width)
             recomputing, waiting = _lost(solution, fitter)
-            improved = known is None or fitter.full_seconds(solution) < known[1]
+            step = fitter.incumbent(solution).seconds
+            improved = best is None or step < fitter.incumbent(best).seconds
         except InfeasibleError as error:
             failure = failure or error
             if best is None and fitter.failed >= _ENOUGH:
@@ -574,7 +597,7 @@ def _chosen(
             if best is not None:
                 tried.note(times, enough=times > width)
             continue
-        if known is not None and solution is known[0] and tried.high == math.inf:
+        if solution is best and tried.high == math.inf:
             tried.note(times, enough=False)  # nothing else fits: more may let the search recompute less
             continue
         if improved:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoshard.ir import Call, Node
+from autoshard.ir import Node
 from autoshard.ir.lowered import Lowered
-from autoshard.ir.offload import HOST_OPS, STORE
+from autoshard.ir.offload import HOST_OPS
 
 
 def moves_to_host(lowered: Lowered) -> bool:
@@ -12,20 +12,3 @@ def moves_to_host(lowered: Lowered) -> bool:
     main = (i for i in lowered.main if isinstance(i, Node))
     inside = (n for s in lowered.segments.values() for n in s.graph.nodes)
     return any(n.op in HOST_OPS for nodes in (main, inside) for n in nodes)
-
-
-def hosted_values(lowered: Lowered) -> frozenset[str]:
-    """Values of main that stores make; ports are not among them."""
-    inside = {
-        name: {out for node in s.graph.nodes if node.op == STORE for out in node.outs}
-        for name, s in lowered.segments.items()
-    }
-    result: set[str] = set()
-    for item in lowered.main:
-        if isinstance(item, Call):
-            new = inside[item.segment]
-            outputs = lowered.segments[item.segment].graph.outputs if new else ()
-            result.update(out for out, inner in zip(item.outs, outputs, strict=False) if inner in new)
-        elif item.op == STORE:
-            result.update(item.outs)
-    return frozenset(result)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from autoshard.ir.boundaries import ends_of
-from autoshard.program.host_values import hosted_values
 from autoshard.schedules.timeline import in_flight_bytes
 from autoshard.simulate.stage_costs import StagePrices
 
@@ -53,7 +52,7 @@ def _stored(prices: StagePrices) -> Mapping[int, float]:
     every tensor up to a power of two (`CachingHostAllocator`)."""
     pinned = bool(prices.cluster.device.kernels.multiprocessors)
     lowered = prices.program.lowered
-    hosted = hosted_values(lowered)
+    hosted = lowered.hosted
     result = {part.stage: 0.0 for part in lowered.parts}
     for part in lowered.parts:
         if part.phase == "forward":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.collectives import COLLECTIVES, axes_of, goes_in_turn
@@ -73,23 +74,51 @@ class Messages:
     """Those on their way while the ops of a rank run one after the other. held: their bytes together."""
 
     def __init__(self, late: Iterable[OnTheWay] = ()) -> None:
-        self.all = list(late)
+        self.held = 0.0
+        self._all: dict[int, OnTheWay] = {}
+        #: what is brought -> numbers of messages, and likewise their turns; some may have arrived
+        self._bringing: dict[str, list[int]] = {}
+        self._taking_turns: dict[str, list[int]] = {}
+        self._numbers = count()
+        self.issue(late)
 
-    @property
-    def held(self) -> float:
-        return sum(m.held for m in self.all)
+    def issue(self, messages: Iterable[OnTheWay]) -> None:
+        for number, message in zip(self._numbers, messages, strict=False):
+            self._all[number] = message
+            self.held += message.held
+            for out in message.outs:
+                self._bringing.setdefault(out, []).append(number)
+            if message.turn:
+                self._taking_turns.setdefault(message.turn, []).append(number)
 
-    def arrive(self, needed: Collection[str], turn: str = "") -> float:
+    def bringing(self) -> tuple[OnTheWay, ...]:
+        """Those that bring anything."""
+        return tuple(m for m in self._all.values() if m.outs)
+
+    def of_turns(self, turns: Iterable[str]) -> tuple[OnTheWay, ...]:
+        """Those of which one at a time is on its way."""
+        numbers = (n for turn in turns for n in self._taking_turns.get(turn, ()))
+        return tuple(self._all[number] for number in self._there(numbers))
+
+    def arrive(self, needed: Iterable[str], turn: str = "") -> float:
         """Wait for those that bring something needed, or whose turn it is; the most bytes while they are
         unpacked."""
         peak = 0.0
-        for message in [m for m in self.all if (turn and m.turn == turn) or not m.outs.isdisjoint(needed)]:
-            peak = max(peak, self.held + message.finish)
-            self.all = [m for m in self.all if m is not message]
+        numbers = [n for name in needed for n in self._bringing.pop(name, ())]
+        for number in self._there((*numbers, *self._taking_turns.pop(turn, ()))):
+            peak = max(peak, self._arrived(number))
         return peak
 
     def arrive_all(self) -> float:
-        peak = 0.0
-        while self.all:
-            peak = max(peak, self.held + self.all.pop(0).finish)
+        return max(map(self._arrived, tuple(self._all)), default=0.0)
+
+    def _there(self, numbers: Iterable[int]) -> list[int]:
+        """Those of them that have not arrived, in the order in which they were issued."""
+        return sorted({n for n in numbers if n in self._all})
+
+    def _arrived(self, number: int) -> float:
+        """The bytes while it is unpacked."""
+        message = self._all.pop(number)
+        peak = self.held + message.finish
+        self.held = self.held - message.held if self._all else 0.0
         return peak

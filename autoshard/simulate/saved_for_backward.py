@@ -12,7 +12,6 @@ from autoshard.ir import DTYPES, Call, Node, TensorType, refs_of
 from autoshard.ir.boundaries import ends_of
 from autoshard.ir.placement import Layout
 from autoshard.ir.views import VIEWS, view_roots
-from autoshard.program.host_values import hosted_values
 from autoshard.program.program import Program
 from autoshard.simulate.framework_saved import Keeping, logits_of
 
@@ -227,7 +226,7 @@ class _Rank:
     inner: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hosted = hosted_values(self.program.lowered) if self.program.offload else frozenset[str]()
+        self.hosted = self.program.lowered.hosted
         self.storage.update((p.name, (p.name, 0.0)) for p in self.program.signature.ports)
         # gathered copies and totals belong to the step, not to a microbatch
         lowered = self.program.lowered

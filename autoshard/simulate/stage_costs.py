@@ -21,7 +21,6 @@ from autoshard.ir import DTYPES, Call, Port
 from autoshard.ir.boundaries import wires_of
 from autoshard.ir.lowered import Phase
 from autoshard.program.holders import accumulated, holders_of
-from autoshard.program.host_values import hosted_values
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.schedules.schedule import Schedule
@@ -443,7 +442,7 @@ class StagePrices:
     def sum_bytes(self, value: str) -> float:
         """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision, or as
         wide as the buffers of the recipe."""
-        if value in self._hosted:
+        if value in self.program.lowered.hosted:
             return 0.0
         dtype = self.program.lowered.values[value].type.dtype
         if self.behaviour.gradient_buffers:
@@ -451,10 +450,6 @@ class StagePrices:
             return self.size(value) * self.recipe.gradient_bytes(width) / width
         wide = dtype in _HALF and self.program.microbatches * self.schedule.slices > 1
         return self.size(value) * (SUM_BYTES / DTYPES[dtype][1] if wide else 1.0)
-
-    @cached_property
-    def _hosted(self) -> frozenset[str]:
-        return hosted_values(self.program.lowered) if self.program.offload else frozenset()
 
     @cached_property
     def trained(self) -> frozenset[str]:

@@ -209,11 +209,12 @@ class Transients:
         if isinstance(item, Call):
             moved = self.moved(item, storage, leaving)
             inner = self._call(item, way, frozenset((names, own[1]) for own, names in moved.items()))
-            way.all = [m for m in way.all if m.turn not in inner.turns]
+            for turn in inner.turns:
+                way.arrive((), turn)
             names = self.names_of(item)
-            way.all += [
+            way.issue(
                 replace(m, outs=frozenset(names[o] for o in m.outs if o in names)) for m in inner.leaving
-            ]
+            )
             return max(before, inner.peak)
         new = sum(size for _, size in {storage[v] for v in item.outs if storage[v] not in live})
         return max(before, new + self._taken(taken_by(item, self.program.lowered.values, self.sheets), way))
@@ -239,7 +240,7 @@ class Transients:
         """moved: names in the segment that share a storage which the call alone holds, and its bytes."""
         lying = frozenset(inner for inner, outer in self.names_of(call).items() if outer in self.summed)
         turns = self._turns(call.segment)
-        entering = tuple((m.turn, m.held, m.finish) for m in way.all if m.turn in turns)
+        entering = tuple((m.turn, m.held, m.finish) for m in way.of_turns(turns))
         key = (call.segment, lying, entering, moved)
         if key not in self._inside:
             segment = self.program.lowered.segments[call.segment]
@@ -249,7 +250,7 @@ class Transients:
             self._inside[key] = self.sheets.known.of("inside", segment, given, make)
         result = self._inside[key]
         # what nothing in the call waits for lies there all the time
-        idle = sum(m.held for m in way.all if m.turn not in turns)
+        idle = way.held - sum(held for _, held, _ in entering)
         return replace(result, peak=result.peak + idle) if idle else result
 
     def _turns(self, name: str) -> frozenset[str]:
@@ -281,15 +282,14 @@ class Transients:
             if row.loss:
                 peak = max(peak, level + way.held + row.loss)
             level -= sum(size for _, size in (*row.frees, *gone.get(k, ())))
-        own = tuple(m for m in way.all if m.outs)
-        return _Inside(peak, self._turns(name), own)
+        return _Inside(peak, self._turns(name), way.bringing())
 
     def _taken(self, taken: Taken, way: Messages) -> float:
         """Bytes that an op needs while it runs, with those on their way, to which it adds its own."""
         before = way.held
         if taken.message is None:
             return before + taken.brief
-        way.all.append(taken.message)
+        way.issue((taken.message,))
         return before if taken.stored else way.held
 
     # -- what is there before and after ----------------------------------------------------------------

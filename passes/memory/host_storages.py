@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoshard.ir import Call, refs_of
 from autoshard.ir.lowered import Lowered, PlacedValue, StagePart, uses_of
@@ -56,11 +56,12 @@ def groups_of(
     }
     lies: dict[str, _Lies] = {}
     constant = set(fixed)
+    segments = _Segments(lowered, nbytes)
     for part in parts:
         if part.phase in ("gather", "count", "forward"):
             for k in range(part.start, part.stop):
-                _follow(lowered, k, lies, nbytes)
-                constant |= _constant(lowered, k, constant)
+                _follow(lowered, k, lies, segments)
+                constant |= _constant(lowered, k, constant, segments)
     result: dict[object, list[str]] = {}
     for value, where in lies.items():
         result.setdefault(where.storage, []).append(value)
@@ -82,37 +83,62 @@ def groups_of(
     return groups
 
 
-def _constant(lowered: Lowered, k: int, known: Collection[str]) -> set[str]:
+@dataclass(frozen=True)
+class _Segments:
+    """What is known of segments, which layers have in common. nbytes: of a value on the rank."""
+
+    lowered: Lowered
+    nbytes: Callable[[PlacedValue], float]
+    _reached: dict[tuple[str, frozenset[str]], frozenset[str]] = field(default_factory=dict)
+    _roots: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+
+    def reached(self, name: str, inputs: frozenset[str]) -> frozenset[str]:
+        """What is made of some inputs alone, with these."""
+        key = name, inputs
+        if key not in self._reached:
+            known = set(inputs)
+            for node in self.lowered.segments[name].graph.nodes:
+                refs = list(refs_of(node))
+                if refs and known.issuperset(refs):
+                    known.update(node.outs)
+            self._reached[key] = frozenset(known)
+        return self._reached[key]
+
+    def roots(self, name: str) -> list[tuple[str, float]]:
+        """Of every output the value whose storage it shares, and the bytes of that."""
+        if name not in self._roots:
+            segment = self.lowered.segments[name]
+            types, roots = segment.graph.types(), view_roots(segment)
+            each = (roots.get(out, out) for out in segment.graph.outputs)
+            self._roots[name] = [
+                (root, self.nbytes(PlacedValue(types[root], segment.layouts[root]))) for root in each
+            ]
+        return self._roots[name]
+
+
+def _constant(lowered: Lowered, k: int, known: Collection[str], segments: _Segments) -> set[str]:
     """What an instruction makes of known values alone."""
     item = lowered.main[k]
     if not isinstance(item, Call):
         refs = list(refs_of(item))
         return set(item.outs) if refs and all(r in known for r in refs) else set()
     graph = lowered.segments[item.segment].graph
-    inner = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in known}
-    for node in graph.nodes:
-        refs = list(refs_of(node))
-        if refs and inner.issuperset(refs):
-            inner.update(node.outs)
-    return {out for out, name in zip(item.outs, graph.outputs, strict=True) if name in inner}
+    inputs = frozenset(n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in known)
+    reached = segments.reached(item.segment, inputs)
+    return {out for out, name in zip(item.outs, graph.outputs, strict=True) if name in reached}
 
 
-def _follow(lowered: Lowered, k: int, lies: dict[str, _Lies], nbytes: Callable[[PlacedValue], float]) -> None:
+def _follow(lowered: Lowered, k: int, lies: dict[str, _Lies], segments: _Segments) -> None:
     """Note where what an instruction makes lies; 0 bytes for what is not to be stored."""
     item = lowered.main[k]
-    labelled = isinstance(item, Call) and bool(item.label)
     if not isinstance(item, Call):
         source = next(refs_of(item), None) if item.op in VIEWS else None
         for out in item.outs:
             lies[out] = lies.get(source, _Lies(source, k, 0.0)) if source else _Lies((k, out), k, 0.0)
         return
-    segment = lowered.segments[item.segment]
-    types, roots = segment.graph.types(), view_roots(segment)
-    given = dict(zip((n for n, _ in segment.graph.inputs), item.args, strict=True))
-    for outer, inner in zip(item.outs, segment.graph.outputs, strict=True):
-        root = roots.get(inner, inner)
+    given = dict(zip((n for n, _ in lowered.segments[item.segment].graph.inputs), item.args, strict=True))
+    for outer, (root, size) in zip(item.outs, segments.roots(item.segment), strict=True):
         if root in given:
             lies[outer] = lies.get(given[root], _Lies(given[root], k, 0.0))
         else:
-            size = nbytes(PlacedValue(types[root], segment.layouts[root])) if labelled else 0.0
-            lies[outer] = _Lies((k, root), k, size)
+            lies[outer] = _Lies((k, root), k, size if item.label else 0.0)

@@ -189,8 +189,9 @@ class _Work:
             own = [p for p in self.lowered.parts if p.stage == stage]
             groups = groups_of(self.lowered, own, parameters, self.how.nbytes)
             chosen = self._hidden(own, groups)
+            hidden = set(chosen)
             # what is made first waits longest
-            rest = sorted((g for g in groups if g not in chosen), key=lambda g: g.maker)
+            rest = sorted((g for g in groups if g not in hidden), key=lambda g: g.maker)
             self._stored(own, [*chosen, *_first(rest, self.how.share)])
 
     def _hidden(self, parts: Sequence[StagePart], groups: Sequence[StorageGroup]) -> list[StorageGroup]:

@@ -94,8 +94,8 @@ def test_few_programs_say_how_many_activations_have_to_be_in_host_memory(
         made = SimpleNamespace(share=share, ahead=ahead, offload=Offload.parse("activations"))
         return cast(Program, made)
 
-    def peak(program: SimpleNamespace) -> float:
-        return 100 - 40 * float(program.share) ** bend - 10 * (not program.ahead)
+    def peak(program: SimpleNamespace) -> host_memory.DevicePeak:
+        return host_memory.DevicePeak(100 - 40 * program.share**bend - 10 * (not program.ahead), 50)
 
     monkeypatch.setattr(host_memory, "peak_of", peak)
     monkeypatch.setattr(host_memory, "check_host", lambda prices: None)

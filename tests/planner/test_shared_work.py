@@ -26,7 +26,7 @@ from autoshard.search.problem.rescale_batch import with_batch
 from autoshard.search.problem.search_axes import plain_axes
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import Rejected, Searches, choose
-from autoshard.search.select.request import CandidateSolution, SearchRequest
+from autoshard.search.select.request import CandidateSolution, Incumbent, SearchRequest
 from autoshard.search.solve.configuration import data_ways
 from autoshard.search.solve.formulate import formulate, layer_calls
 from autoshard.search.solve.param_costs import whole_state
@@ -205,13 +205,13 @@ def test_a_known_solution_stands_unless_another_is_faster() -> None:
     model, machine = analysed("llama").model, load_cluster("h100-dgx")
     meshes = [Mesh.parse(m) for m in ("fsdp=4", "fsdp=2,tp=2")]
 
-    def searched(known: tuple[CandidateSolution, float] | None) -> CandidateSolution:
+    def searched(known: Incumbent | None) -> CandidateSolution:
         return choose(model, meshes, machine, SearchRequest(batch=BATCH), known=known)
 
     first = searched(None)
     seconds = first.placements.seconds
-    assert searched((first, seconds)) is first
-    other = searched((first, 2 * seconds))
+    assert searched(Incumbent(first, seconds)) is first
+    other = searched(Incumbent(first, 2 * seconds))
     assert other is not first and other.placements.seconds == pytest.approx(seconds, rel=1e-9)
 
 

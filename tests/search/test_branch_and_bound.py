@@ -56,6 +56,9 @@ class Programs:
             raise InfeasibleError(f"{where.name} does not fit")
         return found
 
+    def waits(self, found: CandidateSolution) -> float:
+        return 0.0
+
     def measured(self, found: CandidateSolution) -> float | None:
         return None
 

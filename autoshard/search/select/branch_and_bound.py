@@ -236,9 +236,15 @@ class BranchAndBound:
         self.seconds[config] = inf
         self._standing.pop(config, None)
 
-    def finish(self, solution: CandidateSolution, evaluated: float, measured: float | None = None) -> None:
+    def finish(
+        self,
+        solution: CandidateSolution,
+        evaluated: float,
+        measured: float | None = None,
+        waits: float = 0.0,
+    ) -> None:
         """A solution that fits, or that is slower than the best one. measured: seconds of its simulated step,
-        if it was made a program."""
+        if it was made a program. waits: of them for its host, which evaluations and estimates leave out."""
         config = solution.configuration
         self.seconds[config] = evaluated
         standing = self._standing.get(config)
@@ -248,7 +254,7 @@ class BranchAndBound:
             self._standing[config] = replace(
                 standing, estimated=estimated, seconds=solution.placements.seconds, evaluated=evaluated
             )
-        self.begin(solution, evaluated, measured)
+        self.begin(solution, evaluated + waits, measured)
 
     def begin(self, solution: CandidateSolution, evaluated: float, measured: float | None) -> None:
         """The same of one that is known before anything is solved."""

@@ -20,7 +20,7 @@ from autoshard.search.select.baselines import Baseline, BaselineConfigurations, 
 from autoshard.search.select.mesh_shapes import MeshShapes
 from autoshard.search.select.rank_speed import RankSpeeds
 from autoshard.search.select.refine import CandidateSolver, Evaluator, name_of
-from autoshard.search.select.request import CandidateSolution, Rejected, SearchRequest
+from autoshard.search.select.request import CandidateSolution, Incumbent, Rejected, SearchRequest
 from autoshard.search.select.tactics import run_tactics
 from autoshard.search.solve.configuration import Configuration, Staged, data_ways, inside, shapes_of
 from autoshard.search.solve.formulate import ShardingProblem, layer_calls
@@ -63,14 +63,13 @@ def choose(
     progress: Callable[[str], None] = lambda _: None,
     evaluator: Evaluator | None = None,
     searches: Searches | None = None,
-    known: tuple[CandidateSolution, float] | None = None,
+    known: Incumbent | None = None,
 ) -> CandidateSolution:
     """The best plan over all meshes, and over microbatches with a global batch.
 
     Raises UsageError if the model can use no mesh, and InfeasibleError if nothing fits, with the breakdown
     of the mesh that needs least. A KeyboardInterrupt returns the incumbent. evaluator: of solutions.
-    searches: before this one. known: a solution that fits with its seconds, which is returned if no other of
-    several meshes is faster.
+    searches: before this one. known: its solution is returned if no other of several meshes is faster.
     """
     request = request or SearchRequest()
     if not meshes:
@@ -87,7 +86,7 @@ def choose(
         solution = search.one(given[0])
     else:
         solution = search.many(given, known)
-        if known is not None and solution is known[0]:
+        if known is not None and solution is known.solution:
             return solution
     if not request.baselines or solution.interrupted or solution.spent:
         return solution
@@ -192,9 +191,7 @@ class _Search:
         bound = placements.lower_bound
         return CandidateSolution(formulated, placements, config, self.cluster, bound, stages=stages)
 
-    def many(
-        self, given: Sequence[Staged], known: tuple[CandidateSolution, float] | None = None
-    ) -> CandidateSolution:
+    def many(self, given: Sequence[Staged], known: Incumbent | None = None) -> CandidateSolution:
         """The best of all shapes, microbatches and recomputation."""
         ranked = CandidateQueue()
         try:

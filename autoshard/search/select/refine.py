@@ -16,7 +16,7 @@ from autoshard.search.bound.mesh_families import MeshFamily
 from autoshard.search.bound.stage_imbalance import imbalance_seconds
 from autoshard.search.problem.cost_terms import profile
 from autoshard.search.select.branch_and_bound import BranchAndBound
-from autoshard.search.select.request import CandidateSolution, Rejected, SearchRequest
+from autoshard.search.select.request import CandidateSolution, Incumbent, Rejected, SearchRequest
 from autoshard.search.solve.configuration import Configuration, data_ways
 from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.memory_text import bytes_up
@@ -44,6 +44,10 @@ class Evaluator(Protocol):
 
     def measured(self, solution: CandidateSolution) -> float | None:
         """Seconds of the simulated step of a program, None of a solution that was not made one."""
+        ...
+
+    def waits(self, solution: CandidateSolution) -> float:
+        """Seconds of them in which it waits for its host."""
         ...
 
     def beyond(self, config: Configuration, setting: StepConfig) -> float:
@@ -78,22 +82,19 @@ class CandidateSolver:
         """Whether all work was done that was asked for."""
         return self.problems.work - self._before > self.request.work
 
-    def best(
-        self, ranked: CandidateQueue, known: tuple[CandidateSolution, float] | None = None
-    ) -> CandidateSolution | None:
+    def best(self, ranked: CandidateQueue, known: Incumbent | None = None) -> CandidateSolution | None:
         """Solve the configurations that look best, until the others are ruled out or far behind; None if
-        there is none that may fit. known: one that fits, with its seconds, itself the best if no other is.
+        there is none that may fit. known: one that fits, itself the best if no other is.
 
         What was solved becomes a program when nothing else is expected to be faster: fitting one takes
         longer than solving it, and most of those that look too good do not fit.
         """
         bnb = BranchAndBound()
         if known is not None:
-            measured = None if self.evaluator is None else self.evaluator.measured(known[0])
-            bnb.begin(*known, measured)
+            bnb.begin(known.solution, known.seconds, known.measured)
         solved = self._run(bnb, ranked)
-        if known is not None and bnb.incumbent is known[0]:
-            return known[0]
+        if known is not None and bnb.incumbent is known.solution:
+            return known.solution
         # what seems not to fit comes after all that does
         solved += self._run_unsure(bnb, ranked.unsure)
         if not solved:
@@ -283,7 +284,7 @@ class CandidateSolver:
             solution, seconds = first
             if bnb.incumbent is not None and self.spent():
                 continue  # a fit may be solved several times
-            measured, needed = None, bnb.promising(solution.configuration)
+            measured, waits, needed = None, 0.0, bnb.promising(solution.configuration)
             if seconds < needed and self.evaluator is not None:
                 try:
                     fits = solution if self.interrupted else self.evaluator.fit(solution, needed, self.spent)
@@ -298,7 +299,8 @@ class CandidateSolver:
                 if fits.placements is not solution.placements:
                     solution, seconds = fits, self.evaluated(fits)
                 measured = self.evaluator.measured(solution)
-            bnb.finish(solution, seconds, measured)
+                waits = self.evaluator.waits(solution)
+            bnb.finish(solution, seconds, measured, waits)
         return fitted
 
     def evaluated(self, solution: CandidateSolution) -> float:

@@ -86,3 +86,13 @@ class CandidateSolution:
     @property
     def configuration_bound(self) -> float:
         return self.placements.lower_bound
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """A solution that fits, known before a search. seconds: of its step, as the search evaluates it.
+    measured: of its simulated step, None of one that was not made a program."""
+
+    solution: CandidateSolution
+    seconds: float
+    measured: float | None = None

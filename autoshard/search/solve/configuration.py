@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -154,6 +154,13 @@ def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, .
         kept = [s for s in ordered if s.mesh == alone or _sharded(s.mesh) == 1] if alone else ordered
         shapes.append(tuple(sorted(kept, key=lambda s: s.mesh != alone)))
     return shapes
+
+
+def staged_as(meshes: Iterable[Staged], config: Configuration) -> Staged:
+    """Of some meshes that of a configuration, with its microbatch alone."""
+    same = (s for s in meshes if s.mesh == config.mesh and s.ranks == config.pipe.ranks)
+    # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
+    return replace(next(same, Staged(config.mesh)), batches=(config.batch,))
 
 
 def _sharded(mesh: Mesh) -> int:
