@@ -75,6 +75,13 @@ class PlanOptions:
         metavar="COUNTS.json:N|3,17;0,5",
         counts=True,
     )
+    allow: str = option(
+        "",
+        "what may change results. With how few bits parameters, gradients, activations and tokens of experts "
+        "may travel where that is faster; lsh-moe: alike rows of experts travel as their mean, this share of "
+        "all [default: nothing]",
+        metavar="int8-weights,int4-gradients,int8-activations,int8-tokens,lsh-moe:0.2",
+    )
     recompute: bool = option(True, "whether activations may be recomputed in backward")
     pins: tuple[str, ...] = option(
         (), "decide a tensor's placement; may be repeated", flag="--pin", metavar="GLOB=tp:S(0)"
@@ -132,7 +139,7 @@ class PassOptions:
     allow: str = option(
         "",
         "with how few bits parameters, gradients, activations and tokens of experts may travel where that is "
-        "faster [default: all bits]",
+        "faster [default: all bits]; lsh-moe is for plans",
         metavar="int8-weights,int4-gradients,int8-activations,int8-tokens",
     )
     hierarchy: str = option(
@@ -186,6 +193,13 @@ def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             raise UsageError(f"there is no option {name!r}", hint=f"one of {', '.join(known)}")
+
+
+def allowed(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(what a plan is made for, what a program is compiled with) of ``allow``, word by word."""
+    words = [w.strip() for w in text.split(",") if w.strip()]
+    of_plan = tuple(w for w in words if w.partition(":")[0] == "lsh-moe")
+    return of_plan, tuple(w for w in words if w not in of_plan)
 
 
 def chosen_of(options: PlanOptions) -> dict[str, Any]:

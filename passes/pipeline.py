@@ -11,6 +11,7 @@ from autoshard.ir import Folded, Joint
 from autoshard.ir.collectives import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
+from autoshard.ir.similar_rows import RowGroups
 from autoshard.ir.slices import Slices
 from autoshard.ir.statements import statements_of
 from autoshard.passes.fuse.fuse_bias import fuse_bias
@@ -46,6 +47,7 @@ from autoshard.passes.simplify.cast_products import ProductCasts, cast_products
 from autoshard.passes.simplify.count_once import count_once
 from autoshard.passes.simplify.decompose import decompose
 from autoshard.passes.simplify.fold_repeats import fold_repeats
+from autoshard.passes.simplify.group_rows import group_rows
 from autoshard.passes.simplify.narrow_parameters import narrow_parameters
 from autoshard.passes.simplify.normalize import normalize
 from autoshard.passes.simplify.replicate_experts import replicate_experts
@@ -271,7 +273,9 @@ def _wants_norms(context: PassContext) -> bool:
 SIMPLIFYING = (
     _pass(
         "fold",
-        lambda joint, c: fold_repeats(cast_products(narrow_parameters(joint), c.products)),
+        lambda joint, c: fold_repeats(
+            cast_products(group_rows(narrow_parameters(joint), c.row_groups), c.products)
+        ),
         gives="segments",
     ),
     _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
@@ -449,7 +453,7 @@ class Simplifying:
 
     rows: tokens of a tile on a rank, 0 for no tiles. rules: of all ops. products: which are cast, None: none.
     expert_chunks: in which tokens of experts are exchanged. replicated: experts of each layer, or of all
-    layers, that every rank computes.
+    layers, that every rank computes. row_groups: of alike rows of experts, None for none.
     """
 
     rows: int = 0
@@ -457,6 +461,7 @@ class Simplifying:
     products: ProductCasts | None = None
     expert_chunks: int = 1
     replicated: tuple[tuple[int, ...], ...] = ()
+    row_groups: RowGroups | None = None
 
 
 def simplify(joint: Joint, watch: Watch | None = None, how: Simplifying | None = None) -> Folded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 #: short name -> (torch name, bytes per element)
 DTYPES: dict[str, tuple[str, int]] = {
@@ -43,16 +43,23 @@ class TensorType:
     that chose the expert: (experts that a token chooses, all experts). (1, 1) of a dim of tokens that nothing
     may order otherwise, as such slots refer to it. None of any other value. A value with it stays where it
     is along dim 0: no collective moves its slots.
+    share: of these rows, those that exist on average, as groups of alike rows are one (`ir.similar_rows`).
     """
 
     shape: tuple[int, ...]
     dtype: str
     filled: tuple[int, int] | None = None
+    share: float = 1.0
 
     @property
     def has_slots(self) -> bool:
         """Whether dim 0 has slots of experts: as many rows in memory as the data say."""
         return self.filled not in (None, (1, 1))
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the data say how many rows there are in memory: of slots, or of groups of rows."""
+        return self.has_slots or self.share != 1.0
 
     @property
     def numel(self) -> int:
@@ -61,7 +68,10 @@ class TensorType:
 
     def existing(self, slots: int) -> int:
         """Of so many elements those that exist on average."""
-        return slots if self.filled is None else -(-slots * self.filled[0] // self.filled[1])
+        if self.filled is None:
+            return slots
+        each = -(-slots * self.filled[0] // self.filled[1])
+        return each if self.share == 1.0 else ceil(each * self.share)
 
     def stays(self, *split: object) -> bool:
         """Whether no collective may lead from or to a placement that splits this dim."""
@@ -78,5 +88,6 @@ class TensorType:
 
     def __str__(self) -> str:
         first = f"*{self.filled[0]}/{self.filled[1]}" if self.filled else ""
+        first += f"~{self.share:g}" if self.share != 1.0 else ""
         sizes = [f"{n}{'' if dim else first}" for dim, n in enumerate(self.shape)]
         return f"{self.dtype}[{', '.join(sizes)}]"

@@ -25,6 +25,7 @@ from autoshard.ops import (
     scaled,
     scaled_experts,
     scatter,
+    similar_rows,
     total,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "scaled",
     "scaled_experts",
     "scatter",
+    "similar_rows",
     "total",
     "vocab_ce",
     "vocab_embedding",

@@ -9,6 +9,7 @@ from functools import cached_property
 from autoshard.ir import Folded, Joint
 from autoshard.ir.flow import Flow, flow_of
 from autoshard.ir.routing import parse_replicas
+from autoshard.ir.similar_rows import RowGroups
 from autoshard.passes.pipeline import Simplifying, simplify
 from autoshard.passes.simplify.cast_products import ProductCasts
 from autoshard.planner.fingerprint import fingerprint
@@ -57,19 +58,21 @@ def analyse(
     products: str = "",
     expert_chunks: int = 1,
     replicate_experts: str = "",
+    allow: str = "",
 ) -> Analysis:
     """Simplify a captured model and find its rules. Raises NoRuleError naming all ops without one.
 
     rules: the user's own, beside those that come with autoshard. tile_rows: tokens of a tile of what is wide
-    (`passes.memory.tile_rows`), 0 for no tiles. products, expert_chunks,
-    replicate_experts: as `PlanOptions` has them.
+    (`passes.memory.tile_rows`), 0 for no tiles. products, expert_chunks, replicate_experts, allow (what a plan
+    is made for): as `PlanOptions` has them.
     """
     say = progress or (lambda _: None)
     table = rule_table(RULES, rules)
     say("folding")
     shots: dict[str, Shot] = {}
     rows = parse_replicas(replicate_experts)
-    how = Simplifying(tile_rows, table, ProductCasts.parse(products), expert_chunks, rows)
+    groups = RowGroups.parse(allow)
+    how = Simplifying(tile_rows, table, ProductCasts.parse(products), expert_chunks, rows, groups)
     folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")), how)
     flow = flow_of(folded)
     say("finding rules")

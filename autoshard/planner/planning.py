@@ -396,6 +396,7 @@ class PlanningRequest:
                 products=source.products,
                 expert_chunks=source.expert_chunks,
                 replicate_experts=source.replicate_experts,
+                allow=source.allow,
                 differentiate=source.differentiate,
             ),
         )

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.capture import capture
 from autoshard.ir import Joint
-from autoshard.options import Differentiate, PlanOptions
+from autoshard.options import Differentiate, PlanOptions, allowed
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.rules.user import Rules
 from autoshard.search.plan.plan import Plan
@@ -30,6 +30,7 @@ def options_of(plan: Plan) -> PlanOptions:
         products=plan.products,
         expert_chunks=plan.expert_chunks,
         replicate_experts=plan.replicate_experts,
+        allow=plan.allow,
     )
 
 
@@ -40,7 +41,7 @@ class Source:
     differentiate: see `capture.capture`. stored: parameters that are sharded already, with their layouts:
     layers that differ in them are planned each for itself. precision: to compute in, "" for the model's.
     tile_rows: tokens of a tile on a rank, 0 for no tiles (`passes.memory.tile_rows`). products,
-    expert_chunks, replicate_experts: see `PlanOptions`.
+    expert_chunks, replicate_experts, allow (what a plan is made for): see `PlanOptions`.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Source:
     products: str = ""
     expert_chunks: int = 1
     replicate_experts: str = ""
+    allow: str = ""
 
     @staticmethod
     def of_options(
@@ -73,6 +75,7 @@ class Source:
             products=options.products,
             expert_chunks=options.expert_chunks or 1,
             replicate_experts=options.replicate_experts,
+            allow=",".join(allowed(options.allow)[0]),
         )
 
     @staticmethod
@@ -109,6 +112,7 @@ class Source:
             products=self.products,
             expert_chunks=self.expert_chunks,
             replicate_experts=self.replicate_experts,
+            allow=self.allow,
         )
 
     def with_batch(self, analysis: Analysis, batch: int) -> Source:

@@ -33,7 +33,7 @@ from autoshard.ir.placement import Layout, Placement, Shard, parse_placement
 from autoshard.ir.row_tiles import KINDS, TILES, tiles_of
 from autoshard.program.text import NAMESPACES
 
-_TYPE = re.compile(r"^(\w+)\[(\d*)(?:\*(\d{1,9})/(\d{1,9}))?([\d, ]*)\] ?(.*)$")
+_TYPE = re.compile(r"^(\w+)\[(\d*)(?:\*(\d{1,9})/(\d{1,9})(?:~(0\.\d{1,4}))?)?([\d, ]*)\] ?(.*)$")
 _PART = re.compile(
     r"^(gather|count|forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?(?:_s([1-9]\d{0,4}))?$"
 )
@@ -55,18 +55,21 @@ def parse_type(text: str, names: Sequence[str], node: ast.AST | None = None) -> 
     match = _TYPE.match(text)
     if not match or match.group(1) not in DTYPES:
         _fail(f"{text!r} is not a type", node)
-    dims = [d for d in (match.group(2) + match.group(5)).replace(" ", "").split(",") if d]
+    dims = [d for d in (match.group(2) + match.group(6)).replace(" ", "").split(",") if d]
     if any(len(d) > 15 for d in dims):
         _fail(f"{text!r} has an impossible size", node)
     shape = tuple(int(d) for d in dims)
     filled = None if match.group(3) is None else (int(match.group(3)), int(match.group(4)))
     if filled is not None and not (dims and 0 < filled[0] <= filled[1]):
         _fail(f"{text!r} is not filled like that", node)
-    words = match.group(6).split()
+    share = float(match.group(5) or 1.0)
+    if not share:
+        _fail(f"{text!r} has no rows", node)
+    words = match.group(7).split()
     if len(words) != len(names):
         _fail(f"{text!r} does not place the value on the axes {', '.join(names)}", node)
     layout = tuple(_placement(w, n, shape, node) for w, n in zip(words, names, strict=True))
-    return PlacedValue(TensorType(shape, match.group(1), filled), layout)
+    return PlacedValue(TensorType(shape, match.group(1), filled, share), layout)
 
 
 def _placement(word: str, axis: str, shape: tuple[int, ...], node: ast.AST | None) -> Placement:

@@ -165,6 +165,7 @@ def _model_wide(a: _Side, b: _Side) -> Iterator[Decided]:
         ("recompute", _recompute),
         ("chunks of experts' tokens", lambda s: str(s.plan.expert_chunks)),
         ("replicated experts", lambda s: s.plan.replicate_experts or "none"),
+        ("approximations", lambda s: s.plan.allow or "none"),
         ("pipeline", _pipeline),
         ("device order", lambda s: ", ".join(map(str, s.plan.order)) or "rank r on device r"),
         ("memory budget", lambda s: "none" if s.plan.budget is None else f"{s.plan.budget:,} bytes"),

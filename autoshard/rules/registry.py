@@ -25,6 +25,7 @@ from autoshard.rules import (
     reduction,
     scaled,
     scaled_experts,
+    similar_rows,
     spatial,
     view,
 )
@@ -53,6 +54,7 @@ _SINGLE: Mapping[str, RuleFn] = MappingProxyType(
             index,
             create,
             experts,
+            similar_rows,
         )
         for op, fn in family.RULES.items()
     }

@@ -56,8 +56,8 @@ class PreparedSegment:
         self.stops = any(step.stops for step in self.steps)
         #: slots that messages fill
         self.late = frozenset(o for s in self.steps if isinstance(s.fn, Issue) for o in s.outs)
-        #: slots of values with as many rows as the data say: those of experts
-        self.ragged = frozenset(slots[n] for n, type_ in graph.types().items() if type_.has_slots)
+        #: slots of values with as many rows as the data say: those of experts, and of groups of them
+        self.ragged = frozenset(slots[n] for n, type_ in graph.types().items() if type_.ragged)
         _plan_frees(graph, self.steps, slots)
 
     def start(self, args: Sequence[Any]) -> Env:

@@ -42,6 +42,7 @@ from autoshard.ir.experts import destinations
 from autoshard.ir.local_bytes import held_numel
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.quantized import WIRE_BITS, packed_bytes
+from autoshard.options import allowed
 from autoshard.passes.rewrite import replaced_in, replaced_in_main
 from autoshard.passes.simplify.activations import Activations
 from autoshard.rules.local import MeshShape
@@ -68,12 +69,13 @@ class Precision:
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """The precision that a text such as ``int8-weights,int4-gradients`` allows; "" allows nothing.
+        """The precision that a text such as ``int8-weights,int4-gradients`` allows; "" allows nothing. What is
+        for plans (`options.allowed`) is none of it.
 
         Raises UsageError for any other word, and for what is said twice.
         """
         result: dict[str, int] = {}
-        for word in filter(None, (w.strip() for w in text.split(","))):
+        for word in allowed(text)[1]:
             match = _ALLOWED.match(word)
             bits, what = [g for g in match.groups() if g is not None] if match else ("0", "")
             if match is None or what in result:
@@ -81,7 +83,7 @@ class Precision:
                     f"{word!r} cannot be allowed" + (" twice" if match else ""),
                     where=f"allow {text!r}",
                     hint="int8-weights or int4-weights, int8-gradients or int4-gradients, int8-activations "
-                    "and int8-tokens (no kernel makes 4 bits of them), or one of each",
+                    "and int8-tokens (no kernel makes 4 bits of them), or one of each, and lsh-moe:SHARE",
                 )
             result[what] = int(bits)
         return cls(**result)

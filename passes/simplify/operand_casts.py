@@ -96,7 +96,8 @@ class OperandCasts:
     def scale_type(self, type_: TensorType, dim: int) -> TensorType:
         """Of the scales of a value that is summed over a dim."""
         shape = scale_shape(type_.shape, self.format.granularity(dim), self.format.block)
-        return TensorType(shape, self.format.scale, type_.filled if shape[0] == type_.shape[0] else None)
+        new = TensorType(shape, self.format.scale)
+        return replace(new, filled=type_.filled, share=type_.share) if shape[0] == type_.shape[0] else new
 
     def by_expert(self, steps: Steps, rows: str, slots: Ref, count: int, element: str) -> tuple[Ref, Ref]:
         """(scale, cast) of rows of so many experts that are summed over."""

@@ -126,7 +126,7 @@ class Plan:
     computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
     (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`). expert_chunks: in
     which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`).
-    replicate_experts: see `PlanOptions`. differentiate: of which outputs there are gradients
+    replicate_experts: see `PlanOptions`. allow: what changes the model, of `PlanOptions.allow`. differentiate: of which outputs there are gradients
     (`PlanOptions.differentiate`).
     """
 
@@ -156,6 +156,7 @@ class Plan:
     products: str = ""
     expert_chunks: int = 1
     replicate_experts: str = ""
+    allow: str = ""
     differentiate: str = "auto"
 
     @property

@@ -51,6 +51,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     products: str = ""
     expert_chunks: int = 1
     replicate_experts: str = ""
+    allow: str = ""
     differentiate: str = "auto"
     optimality: OptimalityGap
 

@@ -1,0 +1,202 @@
+"""Rows of experts that are alike travel as one: their mean, and each gets back what it differs by.
+
+A row is a token and one of its choices. Rows of one expert are a group if all hashes of their tokens agree
+(cross-polytope hashing after random projections: Andoni et al., "Practical and Optimal LSH for Angular
+Distance", NeurIPS 2015, section 3). The expert computes the mean m of a group, and the result of a row x is
+E(m) + (x - m) (Nie et al., "LSH-MoE", NeurIPS 2024, sections 3.2 and 3.3). Groups are of the tokens of a rank.
+
+``groups`` [t, k] says of every row how many rows before it the first one of its group is, 0 for a first one,
+-1 for a choice that is no expert. Values of groups [c, ...] have them in the order of their first rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.ir.similar_rows import DIRECTIONS
+from autoshard.ops.dropout import mix
+from autoshard.ops.experts import sum_type
+from autoshard.torch_adapters.op_library import define
+
+
+def lsh_groups(x: torch.Tensor, chosen: torch.Tensor, experts: int, hashes: int, seed: int) -> torch.Tensor:
+    """The groups of rows: x [t, h], chosen [t, k] of so many experts -> [t, k].
+
+    hashes: how many must agree; 0: every row is a group of its own.
+    """
+    expert = chosen.reshape(-1)
+    inside = (expert >= 0) & (expert < experts)
+    if not hashes:
+        return torch.where(inside, 0, -1).view(chosen.shape)
+    codes = _codes(x, hashes, seed).repeat_interleave(chosen.shape[1])
+    keys = torch.where(inside, expert * (2 * DIRECTIONS) ** hashes + codes, -1)
+    keys, order = torch.sort(keys, stable=True)
+    place = torch.arange(len(keys), device=x.device)
+    begins = torch.ones_like(keys, dtype=torch.bool)
+    begins[1:] = keys[1:] != keys[:-1]
+    first = order[torch.where(begins, place, 0).cummax(0).values] if len(keys) else order
+    groups = torch.empty_like(order)
+    groups[order] = torch.where(keys < 0, -1, order - first)
+    return groups.view(chosen.shape)
+
+
+def _codes(x: torch.Tensor, hashes: int, seed: int) -> torch.Tensor:
+    """Per token the numbers of all hashes as one [t]: the direction, or its opposite, that it is nearest to."""
+    count = hashes * DIRECTIONS
+    number = torch.arange(x.shape[1] * count, device=x.device)
+    signs = (mix(mix(number) ^ mix(torch.full_like(number, seed + 1))) & 1) * 2 - 1
+    along = (x @ signs.view(x.shape[1], count).to(x.dtype)).view(-1, hashes, DIRECTIONS)
+    nearest = along.abs().argmax(-1, keepdim=True)
+    code = (2 * nearest + (along.gather(-1, nearest) < 0)).squeeze(-1)
+    powers = (2 * DIRECTIONS) ** torch.arange(hashes, device=x.device)
+    return (code * powers).sum(-1)
+
+
+def _firsts(groups: torch.Tensor) -> torch.Tensor:
+    return groups.reshape(-1) == 0
+
+
+def _rows(groups: torch.Tensor) -> torch.Tensor:
+    """Of every choice its group's number [t, k], that of the last for one that has none."""
+    numbers = _firsts(groups).cumsum(0) - 1
+    place = torch.arange(groups.numel(), device=groups.device).view(groups.shape)
+    return numbers[place - groups.clamp(min=0)] if groups.numel() else groups
+
+
+def _kept(weights: torch.Tensor, groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights of choices that have a group, 0 for others."""
+    return torch.where(groups >= 0, weights, 0).to(sum_type(dtype))
+
+
+def _at(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of groups, of choices without one anything finite."""
+    if not len(values):
+        return values.new_zeros((len(rows), values.shape[1]), dtype=sum_type(values.dtype))
+    return values.index_select(0, rows.clamp(min=0)).to(sum_type(values.dtype))
+
+
+def group_choices(chosen: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """The expert of every group: chosen, groups [t, k] -> [c, 1]."""
+    return chosen.reshape(-1)[_firsts(groups)].unsqueeze(1)
+
+
+def _sizes(groups: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How many rows each group has [c]."""
+    numbers = rows[groups >= 0]
+    return torch.bincount(numbers, minlength=int(_firsts(groups).sum())).to(dtype)
+
+
+def group_means(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """The mean of the tokens of every group: x [t, h], groups [t, k] -> [c, h]."""
+    rows, wide = _rows(groups), sum_type(x.dtype)
+    sizes = _sizes(groups, rows, wide)
+    total = x.new_zeros((len(sizes), x.shape[1]), dtype=wide)
+    for row, group in zip(rows.t(), groups.t(), strict=True):
+        inside = group >= 0
+        total.index_add_(0, row[inside], x[inside].to(wide))
+    return (total / sizes.unsqueeze(1)).to(x.dtype)
+
+
+def ungroup(
+    made: torch.Tensor, x: torch.Tensor, means: torch.Tensor, weights: torch.Tensor, groups: torch.Tensor
+) -> torch.Tensor:
+    """Per token the weighted sum of what its choices give: what the expert made of the mean of the group, and
+    the token's difference from that mean.
+
+    made, means [c, h], x [t, h], weights, groups [t, k] -> [t, h].
+    """
+    kept, own = _kept(weights, groups, made.dtype), x.to(sum_type(made.dtype))
+    out = torch.zeros_like(own)
+    for row, weight in zip(_rows(groups).t(), kept.t(), strict=True):
+        out += weight.unsqueeze(1) * (_at(made, row) + (own - _at(means, row)))
+    return out.to(made.dtype)
+
+
+def ungroup_to_rows(grad: torch.Tensor, weights: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """The gradient of what experts made of means: grad [t, h], weights, groups [t, k] -> [c, h]."""
+    kept = _kept(weights, groups, grad.dtype)
+    out = kept.new_zeros((int(_firsts(groups).sum()), grad.shape[1]))
+    for row, weight, group in zip(_rows(groups).t(), kept.t(), groups.t(), strict=True):
+        inside = group >= 0
+        out.index_add_(0, row[inside], weight[inside].unsqueeze(1) * grad[inside].to(out.dtype))
+    return out.to(grad.dtype)
+
+
+def ungroup_to_weights(
+    grad: torch.Tensor,
+    made: torch.Tensor,
+    x: torch.Tensor,
+    means: torch.Tensor,
+    weights: torch.Tensor,
+    groups: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the weights of `ungroup`, of whose sum grad [t, h] is the gradient -> [t, k]."""
+    wide = sum_type(made.dtype)
+    given, own = grad.to(wide), x.to(wide)
+    each = [(given * (_at(made, r) + (own - _at(means, r)))).sum(-1) for r in _rows(groups).t()]
+    return torch.where(groups >= 0, torch.stack(each, -1), 0).to(weights.dtype)
+
+
+def ungroup_to_tokens(
+    of_means: torch.Tensor,
+    of_made: torch.Tensor,
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    groups: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the tokens, from that of the means as experts took them, of what experts made, and of
+    the sum: of_means, of_made [c, h], grad [t, h], weights, groups [t, k] -> [t, h]."""
+    rows, wide = _rows(groups), sum_type(of_means.dtype)
+    each = (of_means.to(wide) - of_made.to(wide)) / _sizes(groups, rows, wide).unsqueeze(1)
+    kept = _kept(weights, groups, of_means.dtype)
+    out = kept.sum(-1, keepdim=True) * grad.to(wide)
+    for row, group in zip(rows.t(), groups.t(), strict=True):
+        out += torch.where(group.unsqueeze(1) >= 0, _at(each, row), 0)
+    return out.to(of_means.dtype)
+
+
+def _some(like: torch.Tensor, groups: torch.Tensor, width: int) -> torch.Tensor:
+    """Of as many groups as there may be."""
+    return like.new_empty((groups.numel(), width))
+
+
+define(
+    "lsh_groups(Tensor x, Tensor chosen, int experts, int hashes, int seed) -> Tensor",
+    lsh_groups,
+    lambda x, chosen, experts, hashes, seed: torch.empty_like(chosen),
+)
+define(
+    "group_choices(Tensor chosen, Tensor groups) -> Tensor",
+    group_choices,
+    lambda chosen, groups: _some(chosen, groups, 1),
+    waits=True,
+)
+define(
+    "group_means(Tensor x, Tensor groups) -> Tensor",
+    group_means,
+    lambda x, groups: _some(x, groups, x.shape[1]),
+    waits=True,
+)
+define(
+    "ungroup(Tensor made, Tensor x, Tensor means, Tensor weights, Tensor groups) -> Tensor",
+    ungroup,
+    lambda made, x, means, weights, groups: made.new_empty(x.shape),
+)
+define(
+    "ungroup_to_rows(Tensor grad, Tensor weights, Tensor groups) -> Tensor",
+    ungroup_to_rows,
+    lambda grad, weights, groups: _some(grad, groups, grad.shape[1]),
+    waits=True,
+)
+define(
+    "ungroup_to_weights(Tensor grad, Tensor made, Tensor x, Tensor means, Tensor weights, Tensor groups) "
+    "-> Tensor",
+    ungroup_to_weights,
+    lambda grad, made, x, means, weights, groups: torch.empty_like(weights),
+)
+define(
+    "ungroup_to_tokens(Tensor of_means, Tensor of_made, Tensor grad, Tensor weights, Tensor groups) -> Tensor",
+    ungroup_to_tokens,
+    lambda of_means, of_made, grad, weights, groups: of_means.new_empty(grad.shape),
+    waits=True,
+)
