@@ -184,7 +184,7 @@ def split_options(values: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions]:
     planned, passed = ({f.name for f in fields(kind)} for kind in (PlanOptions, PassOptions))
     _check_names(values, sorted(planned | passed))
     return (
-        PlanOptions(**{k: v for k, v in values.items() if k in planned}),
+        for_plan(PlanOptions(**{k: v for k, v in values.items() if k in planned})),
         PassOptions(**{k: v for k, v in values.items() if k in passed}),
     )
 
@@ -200,6 +200,11 @@ def allowed(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     words = [w.strip() for w in text.split(",") if w.strip()]
     of_plan = tuple(w for w in words if w.partition(":")[0] == "lsh-moe")
     return of_plan, tuple(w for w in words if w not in of_plan)
+
+
+def for_plan(options: PlanOptions) -> PlanOptions:
+    """Options of a plan that is compiled with the same words of ``allow``: those that are its own."""
+    return replace(options, allow=",".join(allowed(options.allow)[0]))
 
 
 def chosen_of(options: PlanOptions) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from autoshard.cli.from_options import with_options
 from autoshard.cli.output import Progress, print_json, reporting, stdout
 from autoshard.cli.plan import batch_options, make_plans
 from autoshard.errors import UsageError
-from autoshard.options import PassOptions, PlanOptions, chosen_of, options_from
+from autoshard.options import PassOptions, PlanOptions, chosen_of, for_plan, options_from
 
 if TYPE_CHECKING:
     from autoshard.program.program import Program
@@ -51,7 +51,7 @@ def compile_command(
 
         check_target(out, overwrite=overwrite)
         Offload.parse(options.offload)
-        say = Progress()
+        say, options = Progress(), for_plan(options)
         passes = options_from(PassOptions, {"offload": options.offload, **_switched(without)}, passes)
         if plan is None:
             if target is None:

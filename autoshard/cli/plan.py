@@ -12,6 +12,7 @@ from autoshard.cli import options as opt
 from autoshard.cli.from_options import with_options
 from autoshard.cli.output import INTERRUPTED, Progress, print_json, print_table, reporting, stdout, table
 from autoshard.errors import UsageError
+from autoshard.ir.similar_rows import RowGroups
 from autoshard.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -354,6 +355,9 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     yield "recompute", ", ".join(rows) or "nothing"
     if summary.replicated_experts:
         yield "experts", f"{summary.replicated_experts} of a layer computed on every rank for its own tokens"
+    if groups := RowGroups.parse(summary.allow):
+        travel = f"{groups.share:.3g} of the rows of experts are assumed to travel, as means of those alike"
+        yield "allowed", f"{groups}: {travel}; results are not the model's"
     if summary.expert_chunks > 1:
         yield "experts", f"tokens exchanged in {summary.expert_chunks} chunks, each beside another's products"
     step = summary.step

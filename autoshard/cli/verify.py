@@ -70,7 +70,7 @@ def verify_command(
         proved = _proved(program, custom_rules, cluster, say)
         document: dict[str, object] = {"command": "verify", "folder": str(folder), "ok": proved.ok}
         if not json:
-            _print_static(proved)
+            _print_static(proved, program.allow)
         if recapture:
             _check_model(program, folder, target, custom_rules, say)
         outcome, small = None, None
@@ -214,7 +214,7 @@ def _run(
     return verify(program, built.model, args, kwargs, steps=steps, one_rank=one_rank, seed=seed, progress=say)
 
 
-def _print_static(report: StaticReport) -> None:
+def _print_static(report: StaticReport, allowed: str) -> None:
     from autoshard.report.verification import lines_of, rows_of
 
     console = stdout()
@@ -229,6 +229,8 @@ def _print_static(report: StaticReport) -> None:
         console.print()
         for line in lines_of(finding):
             console.print(line, markup=False)
+    if allowed:
+        console.print(f"allowed: {allowed}. What is proved is the model with rows of experts grouped so.")
     console.print()
 
 
@@ -281,6 +283,7 @@ def _document(outcome: Verification) -> dict[str, object]:
                 "mean_error": r.mean,
                 "worst_error": r.worst,
                 "worst": r.name,
+                "share": r.share,
             }
             for r in outcome.rounded
         ],
@@ -319,6 +322,13 @@ def _print(outcome: Verification) -> None:
             markup=False,
         )
     for r in outcome.rounded:
+        if r.kind == "group":
+            console.print(
+                f"lsh-moe  {r.share:.1%} of the rows of experts travel, as means from which rows differ by "
+                f"{r.mean:.1e} on average, {r.worst:.1e} at worst ({r.name}), in the 2-norm",
+                markup=False,
+            )
+            continue
         done = {"all_gather": "gathered", "cast": "cast for products"}.get(r.kind, "reduced")
         word = "float" if r.kind == "cast" else "int"
         console.print(
@@ -327,7 +337,11 @@ def _print(outcome: Verification) -> None:
             markup=False,
         )
     if outcome.cast_loss:
-        console.print(f"loss  {outcome.cast_loss[0]:.6f} with casts, at the first step")
+        kinds = {"cast": "casts", "group": "groups of rows"}
+        what = " and ".join(
+            word for kind, word in kinds.items() if any(r.kind == kind for r in outcome.rounded)
+        )
+        console.print(f"loss  {outcome.cast_loss[0]:.6f} with {what or 'casts'}, at the first step")
     if outcome.losses:
         console.print("loss  " + "  ".join(f"{x:.6f}" for x in outcome.losses))
 

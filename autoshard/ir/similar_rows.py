@@ -40,14 +40,14 @@ class RowGroups:
             share, hashes = float(numbers[0]), int(numbers[1]) if len(numbers) > 1 else _HASHES
         except (ValueError, IndexError):
             share, hashes = 0.0, 0
-        if not (len(numbers) < 3 and 1e-4 <= share <= 1.0 and 1 <= hashes <= MOST_HASHES):
+        if not (len(numbers) < 3 and 1e-4 <= share < 1.0 and 1 <= hashes <= MOST_HASHES):
             raise UsageError(
                 f"{text!r} cannot be allowed",
                 where="allow",
                 hint="lsh-moe:SHARE or lsh-moe:SHARE:HASHES, for instance lsh-moe:0.2:6: the share of rows "
                 f"that is expected to travel, and 1 to {MOST_HASHES} hashes",
             )
-        return RowGroups(round(share, 4), hashes)
+        return RowGroups(min(round(share, 4), 0.9999), hashes)
 
     def __str__(self) -> str:
         return f"lsh-moe:{self.share:g}:{self.hashes}"

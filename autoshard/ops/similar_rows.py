@@ -3,7 +3,7 @@
 A row is a token and one of its choices. Rows of one expert are a group if all hashes of their tokens agree
 (cross-polytope hashing after random projections: Andoni et al., "Practical and Optimal LSH for Angular
 Distance", NeurIPS 2015, section 3). The expert computes the mean m of a group, and the result of a row x is
-E(m) + (x - m) (Nie et al., "LSH-MoE", NeurIPS 2024, sections 3.2 and 3.3). Groups are of the tokens of a rank.
+E(m) + (x - m) (Nie et al., "LSH-MoE", NeurIPS 2024, sections 3.2 and 3.3). Groups are of a rank's tokens.
 
 ``groups`` [t, k] says of every row how many rows before it the first one of its group is, 0 for a first one,
 -1 for a choice that is no expert. Values of groups [c, ...] have them in the order of their first rows.
@@ -12,6 +12,7 @@ E(m) + (x - m) (Nie et al., "LSH-MoE", NeurIPS 2024, sections 3.2 and 3.3). Grou
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from autoshard.ir.similar_rows import DIRECTIONS
 from autoshard.ops.dropout import mix
@@ -41,7 +42,7 @@ def lsh_groups(x: torch.Tensor, chosen: torch.Tensor, experts: int, hashes: int,
 
 
 def _codes(x: torch.Tensor, hashes: int, seed: int) -> torch.Tensor:
-    """Per token the numbers of all hashes as one [t]: the direction, or its opposite, that it is nearest to."""
+    """Per token the numbers of all hashes as one [t]: the direction, or its opposite, that is nearest."""
     count = hashes * DIRECTIONS
     number = torch.arange(x.shape[1] * count, device=x.device)
     signs = (mix(mix(number) ^ mix(torch.full_like(number, seed + 1))) & 1) * 2 - 1
@@ -56,23 +57,11 @@ def _firsts(groups: torch.Tensor) -> torch.Tensor:
     return groups.reshape(-1) == 0
 
 
-def _rows(groups: torch.Tensor) -> torch.Tensor:
+def rows_of(groups: torch.Tensor) -> torch.Tensor:
     """Of every choice its group's number [t, k], that of the last for one that has none."""
     numbers = _firsts(groups).cumsum(0) - 1
     place = torch.arange(groups.numel(), device=groups.device).view(groups.shape)
     return numbers[place - groups.clamp(min=0)] if groups.numel() else groups
-
-
-def _kept(weights: torch.Tensor, groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weights of choices that have a group, 0 for others."""
-    return torch.where(groups >= 0, weights, 0).to(sum_type(dtype))
-
-
-def _at(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows of groups, of choices without one anything finite."""
-    if not len(values):
-        return values.new_zeros((len(rows), values.shape[1]), dtype=sum_type(values.dtype))
-    return values.index_select(0, rows.clamp(min=0)).to(sum_type(values.dtype))
 
 
 def group_choices(chosen: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -80,21 +69,49 @@ def group_choices(chosen: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return chosen.reshape(-1)[_firsts(groups)].unsqueeze(1)
 
 
-def _sizes(groups: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _weights(groups: torch.Tensor, dtype: torch.dtype, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """The weights of choices, or 1, as rows are added up; 0 of those that have no group."""
+    return torch.where(groups >= 0, 1.0 if weights is None else weights, 0.0).to(sum_type(dtype))
+
+
+def _by_token(values: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Per token the weighted sum over its choices' groups: values [c, h], rows, weights [t, k] -> [t, h]."""
+    if not len(values):
+        return values.new_zeros((len(rows), values.shape[1]))
+    return F.embedding_bag(rows.clamp(min=0), values, mode="sum", per_sample_weights=weights)
+
+
+def _by_group(values: torch.Tensor, groups: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Per group the weighted sum over its choices' tokens: values [t, h], weights [t, k] -> [c, h]."""
+    inside = groups.reshape(-1) >= 0
+    rows = rows_of(groups).reshape(-1)
+    order = torch.sort(torch.where(inside, rows, len(rows)), stable=True)[1][: int(inside.sum())]
+    sizes = _sizes(groups)
+    if not len(sizes):
+        return values.new_zeros((0, values.shape[1]))
+    return F.embedding_bag(
+        order // groups.shape[1],
+        values,
+        sizes.cumsum(0) - sizes,
+        mode="sum",
+        per_sample_weights=weights.reshape(-1)[order],
+    )
+
+
+def _sizes(groups: torch.Tensor) -> torch.Tensor:
     """How many rows each group has [c]."""
-    numbers = rows[groups >= 0]
-    return torch.bincount(numbers, minlength=int(_firsts(groups).sum())).to(dtype)
+    return torch.bincount(rows_of(groups)[groups >= 0], minlength=int(_firsts(groups).sum()))
+
+
+def _wide_difference(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    wide = sum_type(left.dtype)
+    return left.to(wide) - right.to(wide)
 
 
 def group_means(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """The mean of the tokens of every group: x [t, h], groups [t, k] -> [c, h]."""
-    rows, wide = _rows(groups), sum_type(x.dtype)
-    sizes = _sizes(groups, rows, wide)
-    total = x.new_zeros((len(sizes), x.shape[1]), dtype=wide)
-    for row, group in zip(rows.t(), groups.t(), strict=True):
-        inside = group >= 0
-        total.index_add_(0, row[inside], x[inside].to(wide))
-    return (total / sizes.unsqueeze(1)).to(x.dtype)
+    total = _by_group(x.to(sum_type(x.dtype)), groups, _weights(groups, x.dtype))
+    return (total / _sizes(groups).unsqueeze(1)).to(x.dtype)
 
 
 def ungroup(
@@ -105,21 +122,15 @@ def ungroup(
 
     made, means [c, h], x [t, h], weights, groups [t, k] -> [t, h].
     """
-    kept, own = _kept(weights, groups, made.dtype), x.to(sum_type(made.dtype))
-    out = torch.zeros_like(own)
-    for row, weight in zip(_rows(groups).t(), kept.t(), strict=True):
-        out += weight.unsqueeze(1) * (_at(made, row) + (own - _at(means, row)))
-    return out.to(made.dtype)
+    kept = _weights(groups, made.dtype, weights)
+    out = _by_token(_wide_difference(made, means), rows_of(groups), kept)
+    return out.addcmul_(kept.sum(-1, keepdim=True), x.to(out.dtype)).to(made.dtype)
 
 
 def ungroup_to_rows(grad: torch.Tensor, weights: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """The gradient of what experts made of means: grad [t, h], weights, groups [t, k] -> [c, h]."""
-    kept = _kept(weights, groups, grad.dtype)
-    out = kept.new_zeros((int(_firsts(groups).sum()), grad.shape[1]))
-    for row, weight, group in zip(_rows(groups).t(), kept.t(), groups.t(), strict=True):
-        inside = group >= 0
-        out.index_add_(0, row[inside], weight[inside].unsqueeze(1) * grad[inside].to(out.dtype))
-    return out.to(grad.dtype)
+    kept = _weights(groups, grad.dtype, weights)
+    return _by_group(grad.to(kept.dtype), groups, kept).to(grad.dtype)
 
 
 def ungroup_to_weights(
@@ -131,10 +142,14 @@ def ungroup_to_weights(
     groups: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient of the weights of `ungroup`, of whose sum grad [t, h] is the gradient -> [t, k]."""
-    wide = sum_type(made.dtype)
-    given, own = grad.to(wide), x.to(wide)
-    each = [(given * (_at(made, r) + (own - _at(means, r)))).sum(-1) for r in _rows(groups).t()]
-    return torch.where(groups >= 0, torch.stack(each, -1), 0).to(weights.dtype)
+    more = _wide_difference(made, means)
+    given = grad.to(more.dtype)
+    own = (given * x.to(more.dtype)).sum(-1, keepdim=True)
+    if not len(more):
+        return torch.zeros_like(weights)
+    rows = rows_of(groups).clamp(min=0)
+    each = [torch.linalg.vecdot(more.index_select(0, row), given) for row in rows.t()]
+    return torch.where(groups >= 0, torch.stack(each, -1) + own, 0.0).to(weights.dtype)
 
 
 def ungroup_to_tokens(
@@ -146,13 +161,10 @@ def ungroup_to_tokens(
 ) -> torch.Tensor:
     """The gradient of the tokens, from that of the means as experts took them, of what experts made, and of
     the sum: of_means, of_made [c, h], grad [t, h], weights, groups [t, k] -> [t, h]."""
-    rows, wide = _rows(groups), sum_type(of_means.dtype)
-    each = (of_means.to(wide) - of_made.to(wide)) / _sizes(groups, rows, wide).unsqueeze(1)
-    kept = _kept(weights, groups, of_means.dtype)
-    out = kept.sum(-1, keepdim=True) * grad.to(wide)
-    for row, group in zip(rows.t(), groups.t(), strict=True):
-        out += torch.where(group.unsqueeze(1) >= 0, _at(each, row), 0)
-    return out.to(of_means.dtype)
+    each = _wide_difference(of_means, of_made) / _sizes(groups).unsqueeze(1)
+    out = _by_token(each, rows_of(groups), _weights(groups, of_means.dtype))
+    kept = _weights(groups, of_means.dtype, weights)
+    return out.addcmul_(kept.sum(-1, keepdim=True), grad.to(out.dtype)).to(of_means.dtype)
 
 
 def _some(like: torch.Tensor, groups: torch.Tensor, width: int) -> torch.Tensor:
@@ -195,7 +207,8 @@ define(
     lambda grad, made, x, means, weights, groups: torch.empty_like(weights),
 )
 define(
-    "ungroup_to_tokens(Tensor of_means, Tensor of_made, Tensor grad, Tensor weights, Tensor groups) -> Tensor",
+    "ungroup_to_tokens(Tensor of_means, Tensor of_made, Tensor grad, Tensor weights, Tensor groups) "
+    "-> Tensor",
     ungroup_to_tokens,
     lambda of_means, of_made, grad, weights, groups: of_means.new_empty(grad.shape),
     waits=True,

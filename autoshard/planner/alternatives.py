@@ -127,7 +127,7 @@ class Alternatives:
     def _try_expert_chunks(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """On the same mesh and on runners-up that divide experts among another number of ranks; the options
         may say in how many chunks."""
-        if self.options.expert_chunks or self.source.expert_chunks > 1:
+        if self.options.expert_chunks or self.source.expert_chunks > 1 or self.source.allow:
             return
         same = same_as(self.candidates(self.options), self.planned) if self.planned.exchanges else []
         others = islice(self._runners_up(), _MOST_RUNNERS_UP)

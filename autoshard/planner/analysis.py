@@ -63,8 +63,8 @@ def analyse(
     """Simplify a captured model and find its rules. Raises NoRuleError naming all ops without one.
 
     rules: the user's own, beside those that come with autoshard. tile_rows: tokens of a tile of what is wide
-    (`passes.memory.tile_rows`), 0 for no tiles. products, expert_chunks, replicate_experts, allow (what a plan
-    is made for): as `PlanOptions` has them.
+    (`passes.memory.tile_rows`), 0 for no tiles. products, expert_chunks, replicate_experts, and allow without
+    what is for programs: as `PlanOptions` has them.
     """
     say = progress or (lambda _: None)
     table = rule_table(RULES, rules)

@@ -17,7 +17,7 @@ from autoshard.cost.stage_machines import (
 )
 from autoshard.errors import UsageError
 from autoshard.ir.scaled import FORMATS, rate_of
-from autoshard.options import PlanOptions
+from autoshard.options import PlanOptions, allowed
 from autoshard.planner.stage_link import pipe_link
 from autoshard.schedules.registry import check_slices, default_slices, lookup
 from autoshard.search.solve.configuration import Staged, data_ways
@@ -48,6 +48,21 @@ def check_products(options: PlanOptions, machine: Cluster) -> None:
             f"the devices of {machine.name} multiply no 8-bit floats",
             why="its peak_flops has no rate for f8",
             hint="leave --products out, or say the rate in a cluster file",
+        )
+
+
+def check_allowed(options: PlanOptions) -> None:
+    """UsageError for words of ``allow`` that say nothing to a plan, or go with none of its other options."""
+    groups, others = allowed(options.allow)
+    if others:
+        raise UsageError(
+            f"a plan is the same whether {', '.join(others)} is allowed",
+            hint="allow it where the program is compiled",
+        )
+    if groups and ((options.expert_chunks or 1) > 1 or options.replicate_experts):
+        raise UsageError(
+            f"{groups[0]} goes with neither chunks nor replicas of experts",
+            hint="leave out --expert-chunks and --replicate-experts",
         )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from autoshard.cluster import Cluster, Mesh, load_cluster, parse_target, usable_memory
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Folded
-from autoshard.options import PassOptions, PlanOptions, options_from
+from autoshard.options import PassOptions, PlanOptions, allowed, options_from
 from autoshard.passes.simplify.batch_terms import NO_TERMS
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.lowering import DEFAULT, lower_plan
@@ -92,6 +92,11 @@ def compile_analysed(
     """
     passes = options_from(PassOptions, overrides, passes)
     say = progress or (lambda _: None)
+    if any(word != planned.plan.allow for word in allowed(passes.allow)[0]):
+        raise UsageError(
+            f"the plan allows {planned.plan.allow or 'no lsh-moe'}, and not {passes.allow}",
+            hint="plan again with what is to be allowed",
+        )
     plan, analysis = planned.plan, planned.of_microbatch(say).analysis
     if analysis.fingerprint != plan.fingerprint:
         plan = _of_other_numbers(plan, planned.analysis, analysis)

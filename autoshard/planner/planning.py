@@ -18,7 +18,13 @@ from autoshard.ir.units import bytes_text
 from autoshard.options import PlanOptions
 from autoshard.planner.alternatives import Alternative, Alternatives, same_as
 from autoshard.planner.analysis import Analysis
-from autoshard.planner.candidates import candidate_meshes, check_pipeline, check_products, given_mesh
+from autoshard.planner.candidates import (
+    candidate_meshes,
+    check_allowed,
+    check_pipeline,
+    check_products,
+    given_mesh,
+)
 from autoshard.planner.host_memory import check_states
 from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planned import Planned
@@ -78,6 +84,7 @@ class PlanningRequest:
     def __post_init__(self) -> None:
         check_pipeline(self.options)
         check_products(self.options, self.machine)
+        check_allowed(self.options)
 
     @property
     def batch(self) -> int | None:

@@ -149,6 +149,11 @@ class Program:
         """In which format the operands of products are, "" for the type that the model computes in."""
         return str(json.loads(self.plan).get("products", "")) if self.plan else ""
 
+    @cached_property
+    def allow(self) -> str:
+        """What changes the model (`options.PlanOptions.allow`), "" for nothing."""
+        return str(json.loads(self.plan).get("allow", "")) if self.plan else ""
+
     @property
     def full_mesh(self) -> str:
         """The mesh of all ranks, with its pp axis: ``pp=4,dp=2,tp=2``."""

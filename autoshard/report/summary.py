@@ -172,7 +172,8 @@ class PlanSummary:
 
     budget_bytes: None without a limit. dual_bound, gap: over all configurations, the gap that of the
     seconds, with stages as they are cut; configuration_bound, configuration_gap: of the chosen mesh and
-    microbatches, before stages are cut. expert_chunks: see `Plan`. replicated_experts: of a layer.
+    microbatches, before stages are cut. expert_chunks: see `Plan`. replicated_experts: of a layer. allow: see
+    `Plan`.
     """
 
     mesh: str
@@ -215,6 +216,7 @@ class PlanSummary:
     device: DeviceMemory | None = None
     expert_chunks: int = 1
     replicated_experts: int = 0
+    allow: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -292,6 +294,7 @@ def summarise(
         device,
         plan.expert_chunks,
         len(parse_replicas(plan.replicate_experts)[0]) if plan.replicate_experts else 0,
+        plan.allow,
     )
 
 

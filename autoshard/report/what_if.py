@@ -199,6 +199,7 @@ def _plain(a: PlanSummary, b: PlanSummary) -> Iterator[Changed]:
         "microbatches": (str(a.microbatches), str(b.microbatches)),
         "recompute": (recompute(a), recompute(b)),
         "chunks of experts' tokens": (str(a.expert_chunks), str(b.expert_chunks)),
+        "approximations": (a.allow or "none", b.allow or "none"),
         "replicated experts": (str(a.replicated_experts), str(b.replicated_experts)),
         "pipeline": (pipe(a), pipe(b)),
     }

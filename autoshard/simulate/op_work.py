@@ -36,11 +36,12 @@ from autoshard.ir.scaled import (
 )
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
-from autoshard.rules import attention, experts, matmul, packed, scaled, scaled_experts
+from autoshard.rules import attention, experts, matmul, packed, scaled, scaled_experts, similar_rows
 from autoshard.rules.chains import ALONE, InKernel
 from autoshard.rules.stops import PRODUCTS
 from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.similar_rows import grouped_work
 from autoshard.simulate.work import (
     Attention,
     Beat,
@@ -174,6 +175,8 @@ class Ops:
             return self._attention(node, ins, outs, dtype)
         if node.op == TILES:
             return [self._tiled(node)]
+        if node.op in similar_rows.RULES:
+            return [*grouped_work(node, ins, outs, self.shape, self.nbytes)]
         moved = self._moved(node, values, kernel.unmoved)
         if node.op == _NORM_BACKWARD:
             moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])

@@ -7,7 +7,8 @@ positions, which eager PyTorch's is not.
 A step of a program with several microbatches is all of them, compared with one call of the model with the
 full batch. Only where a program computes something for every microbatch by itself (`Program.alone`) is it
 compared with a program for one rank, which does the same. A batch of the size of one microbatch is verified
-as that one. Casts to 8 bits round nothing (`verify.exact_casts`); what they round is measured apart.
+as that one. Casts to 8 bits round nothing (`verify.exact_casts`), and no rows of experts are grouped
+(`verify.rows_alone`); what either changes is measured apart.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from autoshard.torch_adapters.records import from_records, to_records
 from autoshard.verify.checks import FLOAT32, HALF, QUANTISED, Check, Tensors, Tolerance, checks_of, largest
 from autoshard.verify.exact_casts import with_exact_casts
 from autoshard.verify.rounding_noise import beside_rounding
+from autoshard.verify.rows_alone import with_rows_alone
 
 LR = 1e-3
 
@@ -49,7 +51,8 @@ class Rounded:
     """What quantising did to all messages of a kind: see `runtime.lockstep.rounding.Rounding`.
 
     what: parameters, activations, gradients, tokens, or operands of products. name: the value with the worst
-    error; worst, mean: of the errors of all values.
+    error; worst, mean: of the errors of all values. share: of rows of experts that travel as means of groups,
+    on average.
     """
 
     kind: str
@@ -59,12 +62,14 @@ class Rounded:
     mean: float
     worst: float
     name: str
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
 class Verification:
     """The outcome for one program. reference: what it was compared with. rounded: what was sent quantised, or
-    cast. losses: of each step. cast_loss: of the first with casts that round, () without any."""
+    cast, or grouped. losses: of each step. cast_loss: of the first with casts that round and rows that are
+    grouped, () without any."""
 
     mesh: str
     ranks: int
@@ -164,7 +169,8 @@ def _verified(
     values = {**parameters, **dict(model.named_buffers())}
     initial = {name: x.detach().clone() for name, x in values.items()}
     named = "eager PyTorch on one process" if one_rank is None else "the program for one rank"
-    single = None if one_rank is None else with_exact_casts(one_rank)
+    single = None if one_rank is None else with_rows_alone(with_exact_casts(one_rank))
+    ungrouped = with_rows_alone(program)
 
     def reference(given: Tensors) -> Steppable:
         if single is not None:
@@ -175,7 +181,7 @@ def _verified(
     with _restored(values, initial):
         if one_rank is None and model.training != program.signature.training:
             model.train(program.signature.training)
-        subject = Ranks(with_exact_casts(program), initial, batch, seed)
+        subject = Ranks(with_exact_casts(ungrouped), initial, batch, seed)
         tolerance = tolerance_of(program)
         checks, losses = _compare(subject, reference(initial), batch, steps, tolerance, say)
         if tolerance is HALF and not all(c.ok for c in checks):
@@ -184,9 +190,10 @@ def _verified(
                 checks, initial, parameters, lambda at: reference(at).step().by_kind(), tolerance
             )
         rounds, cast_loss = subject, list[float]()
-        if program.products:
-            named += ", casts unrounded"
-            say("measuring what casts round")
+        if program.products or ungrouped is not program:
+            named += ", casts unrounded" if program.products else ""
+            named += ", rows of experts not grouped" if ungrouped is not program else ""
+            say("measuring what casts round, and grouping rows of experts changes")
             rounds = Ranks(program, initial, batch, seed)
             cast_loss = _loss(rounds.step())
     ranks = Mesh.parse(program.full_mesh).world_size
@@ -202,14 +209,16 @@ def _rounded(program: Program, errors: Sequence[Rounding]) -> Iterator[Rounded]:
 
     def group(r: Rounding) -> tuple[str, str, int]:
         gathered = "parameters" if r.name in weights.inside[r.segment] else "activations"
-        what = {"reduce_scatter": "gradients", "cast": "operands", "dispatch": "tokens"}.get(r.kind, gathered)
+        known = {"reduce_scatter": "gradients", "cast": "operands", "dispatch": "tokens", "group": "rows"}
+        what = known.get(r.kind, gathered)
         return r.kind, what, r.bits
 
     for kind, what, bits in dict.fromkeys(map(group, errors)):
         own = [r for r in errors if group(r) == (kind, what, bits)]
         worst = max(own, key=lambda r: r.error)
         names = len({r.name for r in own})
-        yield Rounded(kind, what, bits, names, sum(r.error for r in own) / len(own), worst.error, worst.name)
+        error, share = (sum(each) / len(own) for each in zip(*((r.error, r.share) for r in own), strict=True))
+        yield Rounded(kind, what, bits, names, error, worst.error, worst.name, share)
 
 
 def fewest_bits(program: Program) -> int:

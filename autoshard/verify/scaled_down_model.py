@@ -136,6 +136,7 @@ def _planned(
             products=big.products,
             expert_chunks=big.expert_chunks,
             replicate_experts="0" if big.replicate_experts else "",
+            allow=big.allow,
             progress=say,
         )
     return make_plan(
@@ -150,6 +151,7 @@ def _planned(
         products=big.products,
         expert_chunks=big.expert_chunks,
         replicate_experts="0" if big.replicate_experts else "",
+        allow=big.allow,
         progress=say,
     )
 
@@ -163,6 +165,8 @@ def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tu
         kept.append(f"products in {big.products}")
     if big.replicate_experts:
         kept.append("an expert of each layer on every rank")
+    if big.allow:
+        kept.append(f"rows of experts grouped by {big.allow}")
     if big.expert_chunks > 1:
         kept.append(f"tokens of experts in {big.expert_chunks} chunks")
     plain = compile_analysed(replace(planned, plan=replace(plan, recompute={})))

@@ -46,6 +46,8 @@ def chunk_experts(folded: Folded, chunks: int) -> Folded:
         raise _refused(chunks, "the model has no experts that tokens can be exchanged for")
     if other := next((node for node in nodes if node.op in _ROUTES), None):
         raise _refused(chunks, "its experts are a loop in Python, and their tokens stay", other.origin)
+    if any(t is not None and t.share != 1.0 for node in nodes for t in node.types):
+        raise _refused(chunks, "its rows are grouped (lsh-moe), those of all tokens of a rank")
     return _Chunking(folded, chunks).run()
 
 

@@ -69,8 +69,8 @@ class Precision:
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """The precision that a text such as ``int8-weights,int4-gradients`` allows; "" allows nothing. What is
-        for plans (`options.allowed`) is none of it.
+        """The precision that a text such as ``int8-weights,int4-gradients`` allows; "" allows nothing. Words
+        for plans (`options.allowed`) are passed over.
 
         Raises UsageError for any other word, and for what is said twice.
         """

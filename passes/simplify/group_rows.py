@@ -1,8 +1,8 @@
 """Alike rows of experts travel as one (`ops.similar_rows`; Nie et al., "LSH-MoE", NeurIPS 2024).
 
 The tokens that go to experts, the choices that say where, and what comes back are those of groups: every op
-between (`ops.experts`) is the same on fewer rows. A token's sum is made of what comes back where the token is,
-with its weights, which experts are then not given. Backward is that of this function, with groups held fixed.
+between (`ops.experts`) is the same on fewer rows. A token's sum is made of what comes back where the token
+is, with its weights, which experts are then not given. Backward is that of this function, groups held fixed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Grouping:
         return Ref(fresh_name(f"{node.name}_{word}", self.taken))
 
     def _check_weights(self) -> None:
-        """Weights are only in the place of those of sums: what scales rows by them is linear from there on."""
+        """Raises UsageError unless each row is scaled by its weight, and all that follows is linear in it."""
         for mixture in self.mixtures.values():
             users = self._users(mixture.weigh.name)
             scaling = [n for n in users if not n.backward]
@@ -227,5 +227,5 @@ class _Grouping:
             told = (means, of.of_made, of.grad, weights, of.groups)
             self._add(node, UNGROUP_TO_TOKENS, told, type_, node.name)
         else:
-            told = (of.grad, of.made, x, of.means, weights, of.groups)
-            self._add(node, UNGROUP_TO_WEIGHTS, told, type_, node.name)
+            args = (of.grad, of.made, x, of.means, weights, of.groups)
+            self._add(node, UNGROUP_TO_WEIGHTS, args, type_, node.name)

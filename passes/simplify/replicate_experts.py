@@ -49,6 +49,8 @@ def replicate_experts(folded: Folded, replicated: Sequence[Sequence[int]]) -> Fo
     nodes = [node for graph in folded.segments.values() for node in graph.nodes]
     if other := next((node for node in nodes if node.op in _OTHER_ROUTES), None):
         raise _refused("its experts are a loop in Python that is not one mixture", other.origin)
+    if any(t is not None and t.share != 1.0 for node in nodes for t in node.types):
+        raise _refused("its rows are grouped (lsh-moe)")
     layers = sum(
         sum(node.op == _CHOICES for node in folded.segments[call.segment].nodes) for call in folded.calls
     )

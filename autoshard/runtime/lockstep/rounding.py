@@ -12,10 +12,12 @@ from autoshard.ir import Node
 from autoshard.ir.collectives import sent_bits, transfer_of
 from autoshard.ir.quantized import WIRE_BITS
 from autoshard.ir.scaled import CAST_BY_EXPERT, CAST_PACKED, CASTS, ELEMENTS
+from autoshard.ir.similar_rows import GROUP_MEANS
 from autoshard.kernels.quant import dequantise, dequantise_rows, quantise_rows
 from autoshard.ops.packed import unpacked
 from autoshard.ops.scaled import scaled_back
 from autoshard.ops.scaled_experts import by_slot
+from autoshard.ops.similar_rows import rows_of
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.runtime.resolve import find_op
 from autoshard.runtime.shard_utils import join_parts, reduce_parts, take_part
@@ -28,7 +30,8 @@ class Rounding:
     """What quantising did to a value: |changed - exact| / |exact|, both in the 2-norm.
 
     name: of the value. bits: 8 or 4, the fewest that anything in the message has. kind: all_gather,
-    reduce_scatter, or cast for an operand of a product. segment: that the value is in, "" for main.
+    reduce_scatter, cast for an operand of a product, or group for rows of experts of which a share travels as
+    means. segment: that the value is in, "" for main.
     """
 
     kind: str
@@ -36,6 +39,7 @@ class Rounding:
     bits: int
     error: float
     segment: str = ""
+    share: float = 1.0
 
 
 def of_message(node: Node, outs: Sequence[Any], exact: Sequence[Any], segment: str) -> list[Rounding]:
@@ -71,7 +75,9 @@ def of_tokens(node: Node, given: Sequence[Sequence[Any]], segment: str) -> Round
 
 
 def rounded_output(node: Node) -> int | None:
-    """Which output of an op is rounded to 8 bits, None for other ops."""
+    """Which output of an op is rounded to 8 bits, or has means of rows; None for other ops."""
+    if node.op == GROUP_MEANS:
+        return 0
     if node.op in CASTS:
         return 0 if node.args[2].name in ELEMENTS else None
     return NORMS[node.op][0] if node.op in NORMS else None
@@ -79,6 +85,8 @@ def rounded_output(node: Node) -> int | None:
 
 def of_op(node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor], segment: str) -> Rounding:
     """Of an op with a `rounded_output`, over all ranks. given: its arguments per rank. outs: that output."""
+    if node.op == GROUP_MEANS:
+        return _of_groups(node, given, outs, segment)
     if node.op == CAST_PACKED:
         pairs = [(unpacked(out, args[1], *args[3:5]), args[0]) for args, out in zip(given, outs, strict=True)]
         return Rounding("cast", node.name, 4, _error(pairs), segment)
@@ -95,6 +103,17 @@ def of_op(node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tenso
         changed = dequantise(wire, exact.numel(), WIRE_BITS, args[last], exact.dtype)
         pairs.append((changed.view_as(exact), exact))
     return Rounding("all_gather", node.outs[place], WIRE_BITS, _error(pairs), segment)
+
+
+def _of_groups(
+    node: Node, given: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor], segment: str
+) -> Rounding:
+    pairs, rows = [], 0
+    for (x, groups), means in zip(given, outs, strict=True):
+        token, choice = (groups >= 0).nonzero(as_tuple=True)
+        rows += len(token)
+        pairs.append((means[rows_of(groups)[token, choice]], x[token]))
+    return Rounding("group", node.name, 0, _error(pairs), segment, sum(map(len, outs)) / max(1, rows))
 
 
 def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

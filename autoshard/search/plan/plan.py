@@ -126,8 +126,8 @@ class Plan:
     computes, "" for its own. tile_rows: tokens of a tile of what is wide, on a rank, 0 for no tiles
     (`passes.memory.tile_rows`). products: which are cast, and how (`PlanOptions.products`). expert_chunks: in
     which tokens of experts are exchanged, 1 for all at once (`passes.overlap.chunk_experts`).
-    replicate_experts: see `PlanOptions`. allow: what changes the model, of `PlanOptions.allow`. differentiate: of which outputs there are gradients
-    (`PlanOptions.differentiate`).
+    replicate_experts: see `PlanOptions`. allow: what of `PlanOptions.allow` changes the model. differentiate:
+    of which outputs there are gradients (`PlanOptions.differentiate`).
     """
 
     mesh: str
