@@ -6,6 +6,7 @@ import functools
 import sys
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from families import family
@@ -71,6 +72,8 @@ def good(name: str) -> Program:
         return _pinned("llama", "dp=2,tp=2", "*embed_tokens.weight=tp:S(0)", "lm_head.weight=tp:S(0)")
     if name == "exchange":
         return _exchanging("fsdp=2,tp=2")
+    if name == "grouped":
+        return _exchanging("ep=4", allow="lsh-moe:0.5")
     if name == "chunks":
         return _exchanging("ep=4", expert_chunks=2)
     if name == "pipeline":
@@ -104,7 +107,7 @@ def _pinned(name: str, mesh: str, *pins: str) -> Program:
     return compile_analysed(found)
 
 
-def _exchanging(mesh: str, expert_chunks: int = 1) -> Program:
+def _exchanging(mesh: str, **how: Any) -> Program:
     """A program whose rows travel to their experts: many of these, few tokens, messages without latency."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -122,7 +125,7 @@ def _exchanging(mesh: str, expert_chunks: int = 1) -> Program:
     torch.manual_seed(0)
     model = MixtralForCausalLM(config).train()
     joint = capture(model, (), family("mixtral").inputs())
-    analysis = analyse(joint, expert_chunks=expert_chunks)
+    analysis = analyse(joint, **how)
     return compile_analysed(plan_analysed(analysis, [Mesh.parse(mesh)], without_latency()))
 
 

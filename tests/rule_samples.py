@@ -897,6 +897,19 @@ def _experts(m: Make) -> Iterator[OpSample]:
     yield OpSample("aten.histc.default", (m.real(4, 6), 4))
 
 
+def _similar_rows(m: Make) -> Iterator[OpSample]:
+    """Rows that are alone, whose groups are the same however tokens are divided."""
+    x, made, means, weights = m.real(4, 6), m.real(8, 6), m.real(8, 6), m.real(4, 2)
+    chosen, alone = m.ints(5, 4, 2), torch.zeros(4, 2, dtype=torch.long)
+    yield OpSample("autoshard.lsh_groups.default", (x, chosen, 5, 9, 0))
+    yield OpSample("autoshard.group_choices.default", (chosen, alone))
+    yield OpSample("autoshard.group_means.default", (x, alone))
+    yield OpSample("autoshard.ungroup.default", (made, x, means, weights, alone))
+    yield OpSample("autoshard.ungroup_to_rows.default", (x, weights, alone))
+    yield OpSample("autoshard.ungroup_to_weights.default", (x, made, x + 1, means, weights, alone))
+    yield OpSample("autoshard.ungroup_to_tokens.default", (made, means, x, weights, alone))
+
+
 FAMILIES: tuple[Callable[[Make], Iterator[OpSample]], ...] = (
     _pointwise,
     _views,
@@ -915,6 +928,7 @@ FAMILIES: tuple[Callable[[Make], Iterator[OpSample]], ...] = (
     _creations,
     _attention,
     _experts,
+    _similar_rows,
     _attention_of_rows,
     _tiles,
 )

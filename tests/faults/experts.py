@@ -1,4 +1,5 @@
-"""Gradients of experts that are counted by the wrong ranks, and chunks of tokens that are mixed up."""
+"""Gradients of experts that are counted by the wrong ranks, chunks of tokens that are mixed up, and rows that
+are grouped wrongly."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Arg, Node, Ref, refs_of, substitute
 from autoshard.ir.placement import Shard
+from autoshard.ir.similar_rows import LSH_GROUPS, UNGROUP
 from autoshard.program.program import Program
 from faults.edits import pairs_of, replaced, sites, with_nodes
 from faults.fault import Fault, Kind, rules
@@ -68,7 +70,35 @@ def lost_chunk(program: Program) -> Iterator[Fault]:
             yield Fault(replaced(program, name, number, wrong), rules("gradient"), ("expert_outer",))
 
 
+def no_difference(program: Program) -> Iterator[Fault]:
+    """What a row differs by from the mean of its group is left out."""
+    for name, number, node in sites(program):
+        if node.op != UNGROUP:
+            continue
+        segment, pairs = program.lowered.segments[name], pairs_of(program, name)
+        types, layouts = segment.graph.types(), dict(segment.layouts)
+        zeros = {ref.name: f"{ref.name}_left_out" for ref in node.args[1:3]}
+        layouts |= {new: layouts[old] for old, new in zeros.items()}
+        made = [
+            Node("aten.mul.Tensor", (Ref(old), 0.0), (), (new,), (types[old],), node.origin, node.backward)
+            for old, new in zeros.items()
+        ]
+        wrong = substitute(node, lambda r, zeros=zeros: Ref(zeros.get(r, r)))
+        pairs[number : number + 1] = [(n, pairs[number][1]) for n in (*made, wrong)]
+        yield Fault(with_nodes(program, name, pairs, layouts=layouts), rules("function"), (node.outs[0],))
+
+
+def other_hash(program: Program) -> Iterator[Fault]:
+    """Rows are grouped by other hashes."""
+    for name, number, node in sites(program):
+        if node.op == LSH_GROUPS:
+            wrong = replace(node, args=(*node.args[:4], node.args[4] + 1))
+            yield Fault(replaced(program, name, number, wrong), rules("function"), (node.outs[0],))
+
+
 KINDS = {
+    "differences from means of groups left out": Kind(no_difference, ("grouped",)),
+    "rows grouped by other hashes": Kind(other_hash, ("grouped",)),
     "slots of another chunk": Kind(other_chunk, ("chunks",)),
     "gradient of a chunk lost": Kind(lost_chunk, ("chunks",)),
     "gradients of experts scaled": Kind(scaled_gradient, ("exchange",)),
