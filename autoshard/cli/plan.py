@@ -356,8 +356,8 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     if summary.replicated_experts:
         yield "experts", f"{summary.replicated_experts} of a layer computed on every rank for its own tokens"
     if groups := RowGroups.parse(summary.allow):
-        travel = f"{groups.share:.3g} of the rows of experts are assumed to travel, as means of those alike"
-        yield "allowed", f"{groups}: {travel}; results are not the model's"
+        left = f"{groups.share:.3g} of the rows of experts are assumed to be left, as means of those alike"
+        yield "allowed", f"{groups}: {left}; results are not the model's"
     if summary.expert_chunks > 1:
         yield "experts", f"tokens exchanged in {summary.expert_chunks} chunks, each beside another's products"
     step = summary.step

@@ -324,7 +324,7 @@ def _print(outcome: Verification) -> None:
     for r in outcome.rounded:
         if r.kind == "group":
             console.print(
-                f"lsh-moe  {r.share:.1%} of the rows of experts travel, as means from which rows differ by "
+                f"lsh-moe  {r.share:.1%} of the rows of experts are left, means from which rows differ by "
                 f"{r.mean:.1e} on average, {r.worst:.1e} at worst ({r.name}), in the 2-norm",
                 markup=False,
             )

@@ -85,7 +85,7 @@ def no_difference(program: Program) -> Iterator[Fault]:
         ]
         wrong = substitute(node, lambda r, zeros=zeros: Ref(zeros.get(r, r)))
         pairs[number : number + 1] = [(n, pairs[number][1]) for n in (*made, wrong)]
-        yield Fault(with_nodes(program, name, pairs, layouts=layouts), rules("function"), (node.outs[0],))
+        yield Fault(with_nodes(program, name, pairs, layouts=layouts), rules("function"), (*zeros.values(),))
 
 
 def other_hash(program: Program) -> Iterator[Fault]:
@@ -93,7 +93,9 @@ def other_hash(program: Program) -> Iterator[Fault]:
     for name, number, node in sites(program):
         if node.op == LSH_GROUPS:
             wrong = replace(node, args=(*node.args[:4], node.args[4] + 1))
-            yield Fault(replaced(program, name, number, wrong), rules("function"), (node.outs[0],))
+            yield Fault(
+                replaced(program, name, number, wrong), rules("arguments", "function"), (node.outs[0],)
+            )
 
 
 KINDS = {

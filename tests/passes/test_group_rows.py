@@ -11,6 +11,7 @@ import pytest
 import torch
 from architecture_runner import errors_of
 from lockstep_check import RTOL
+from ranks import HERE, run_ranks
 from slow_links import without_latency
 from test_chunk_experts import _nodes, _program, _small
 from torch import nn
@@ -273,3 +274,7 @@ def test_the_verifier_tells_what_grouping_changes() -> None:
     (groups,) = found.rounded
     assert groups.kind == "group" and 0 < groups.share < 1 and groups.mean > 0
     assert found.cast_loss and found.cast_loss[0] != found.losses[0]
+
+
+def test_four_processes() -> None:
+    assert "rows in groups are equal" in run_ranks([str(HERE / "grouped_rows_worker.py")])
