@@ -3,7 +3,7 @@
 A row is a token and one of its choices. Rows of one expert are a group if all hashes of their tokens agree
 (cross-polytope hashing after random projections: Andoni et al., "Practical and Optimal LSH for Angular
 Distance", NeurIPS 2015, section 3). The expert computes the mean m of a group, and the result of a row x is
-E(m) + (x - m) (Nie et al., "LSH-MoE", NeurIPS 2024, sections 3.2 and 3.3). Groups are of a rank's tokens.
+E(m) + (x - m) (Nie et al., "LSH-MoE", NeurIPS 2024, section 3.2). Groups are of a rank's tokens.
 
 ``groups`` [t, k] says of every row how many rows before it the first one of its group is, 0 for a first one,
 -1 for a choice that is no expert. Values of groups [c, ...] have them in the order of their first rows.

@@ -34,6 +34,8 @@ _ROUTE, _DISPATCH, _COMBINE, _WEIGHTS, _WEIGHTS_BACK, _SCALE, _MM = (
     )
 )
 _OTHER_ROUTES = frozenset(("autoshard.route_one.default", "autoshard.route_part.default"))
+#: of slots, they give what is of tokens, or of experts
+_SUMS = frozenset((_COMBINE, _WEIGHTS_BACK, "autoshard.expert_outer.default", "autoshard.expert_sum.default"))
 #: linear in the rows that they are given first
 _LINEAR = frozenset((_MM, "aten._to_copy.default"))
 
@@ -62,11 +64,12 @@ def _refused(why: str, origin: Origin | None = None) -> UsageError:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Mixture:
-    """One mixture of experts: its ops on tokens, and names of values once they are made.
+    """One mixture of experts: its ops on tokens, and values that are to be made.
 
-    slots: the value. route, dispatch, weigh, combine: the nodes of forward.
+    slots: the value. route, dispatch, weigh, combine: the nodes of forward. groups, choices, means: what the
+    ops of their names make. made: what comes back from the experts.
     """
 
     slots: str
@@ -77,10 +80,7 @@ class _Mixture:
     groups: Ref
     choices: Ref
     means: Ref
-    #: what came back from the experts, and the gradient of it, and of the tokens' sum
     made: Ref
-    of_made: Ref | None = None
-    grad: Ref | None = None
 
 
 def _grouped(graph: Graph, groups: RowGroups) -> Graph:
@@ -97,15 +97,22 @@ class _Grouping:
     def __init__(self, graph: Graph, groups: RowGroups) -> None:
         self.graph, self.how, self.types = graph, groups, graph.types()
         self.taken = set(self.types)
+        self.users: dict[str, list[Node]] = {}
+        for node in graph.nodes:
+            for value in dict.fromkeys(refs_of(node)):
+                self.users.setdefault(value, []).append(node)
         self.mixtures = {n.name: self._mixture(n) for n in graph.nodes if n.op == _ROUTE}
         #: values of slots whose weights are taken away -> those without
         self.bare: dict[str, Ref] = {}
         self.nodes: list[Node] = []
+        #: slots -> the gradient of the tokens' sum, and of what came back from the experts
+        self.back: dict[str, tuple[Ref, Ref]] = {}
         #: values that are made so far
         self.known = {name for name, _ in graph.inputs}
 
     def run(self) -> Graph:
         self._check_weights()
+        self._check_sums()
         of = {m.slots: m for m in self.mixtures.values()}
         for node in self.graph.nodes:
             self.known.update(node.outs)
@@ -131,13 +138,12 @@ class _Grouping:
     def _mixture(self, route: Node) -> _Mixture:
         """Raises UsageError unless a mixture has one op of each kind in forward."""
         found: dict[str, Node] = {}
-        for node in self.graph.nodes:
-            if node.op in (_DISPATCH, _COMBINE, _WEIGHTS) and node.args[2].name == route.name:
-                if node.backward:
-                    continue
-                if node.op in found:
-                    raise _refused("its tokens are dispatched or combined more than once", node.origin)
-                found[node.op] = node
+        for node in self.users.get(route.name, ()):
+            if node.backward or node.op not in (_DISPATCH, _COMBINE, _WEIGHTS):
+                continue
+            if node.op in found:
+                raise _refused("its tokens are dispatched or combined more than once", node.origin)
+            found[node.op] = node
         if len(found) < 3:
             raise _refused("its tokens are not dispatched and combined with weights", route.origin)
         x, y = (self.types[found[op].name] for op in (_DISPATCH, _COMBINE))
@@ -152,21 +158,25 @@ class _Grouping:
     def _check_weights(self) -> None:
         """Raises UsageError unless each row is scaled by its weight, and all that follows is linear in it."""
         for mixture in self.mixtures.values():
-            users = self._users(mixture.weigh.name)
+            users = self.users.get(mixture.weigh.name, [])
             scaling = [n for n in users if not n.backward]
             if any(n.op != _SCALE for n in users) or len(scaling) != 1:
                 raise _refused("its weights do more than to scale rows", mixture.weigh.origin)
             node = scaling[0]
             while node.name != mixture.combine.name:
-                after = [n for n in self._users(node.name) if not n.backward]
+                after = [n for n in self.users.get(node.name, ()) if not n.backward]
                 if len(after) != 1 or not (after[0] is mixture.combine or after[0].op in _LINEAR):
                     raise _refused("rows are weighed before what is not linear in them", node.origin)
                 if next(refs_of(after[0])) != node.name:
                     raise _refused("rows are weighed before what is not linear in them", node.origin)
                 node = after[0]
 
-    def _users(self, value: str) -> list[Node]:
-        return [n for n in self.graph.nodes if value in refs_of(n)]
+    def _check_sums(self) -> None:
+        """Raises UsageError for sums over rows that are not those of tokens or experts."""
+        for node in self.graph.nodes:
+            taken = any(self.types[r].has_slots for r in refs_of(node))
+            if taken and node.op not in _SUMS and not all(t is None or t.has_slots for t in node.types):
+                raise _refused("an op adds up the rows of all tokens", node.origin)
 
     def _fewer(self, type_: TensorType) -> TensorType:
         """Of slots of groups, of whose rows each has one choice."""
@@ -214,18 +224,21 @@ class _Grouping:
     def _backward(self, node: Node, of: _Mixture) -> None:
         x, weights, type_ = of.dispatch.args[0], of.weigh.args[0], first_type(node)
         value, _, slots = node.args
-        if node.op == _DISPATCH and of.grad is None:
-            like = self._of_groups(self.types[value.name], of)
-            of.grad, name = value, self._name(of.route, "gradient").name
-            of.of_made = self._add(node, UNGROUP_TO_ROWS, (value, weights, of.groups), like, name)
-            self._add(node, _DISPATCH, (of.of_made, of.choices, slots), type_, node.name)
-        elif of.grad is None or of.of_made is None or node.op == _DISPATCH:
+        if node.op == _DISPATCH and of.slots not in self.back:
+            like, name = self._of_groups(self.types[value.name], of), self._name(of.route, "gradient").name
+            rows = self._add(node, UNGROUP_TO_ROWS, (value, weights, of.groups), like, name)
+            self.back[of.slots] = value, rows
+            self._add(node, _DISPATCH, (rows, of.choices, slots), type_, node.name)
+            return
+        if node.op == _DISPATCH or of.slots not in self.back:
             raise _refused("its backward is none that is known", node.origin)
-        elif node.op == _COMBINE:
+        grad, rows = self.back[of.slots]
+        if node.op == _COMBINE:
             name = self._name(of.route, "means_gradient").name
-            means = self._add(node, _COMBINE, (value, of.choices, slots), self._of_groups(type_, of), name)
-            told = (means, of.of_made, of.grad, weights, of.groups)
+            args = (value, of.choices, slots)
+            means = self._add(node, _COMBINE, args, self._of_groups(type_, of), name)
+            told: tuple[Arg, ...] = (means, rows, grad, weights, of.groups)
             self._add(node, UNGROUP_TO_TOKENS, told, type_, node.name)
         else:
-            args = (of.grad, of.made, x, of.means, weights, of.groups)
-            self._add(node, UNGROUP_TO_WEIGHTS, args, type_, node.name)
+            told = (grad, of.made, x, of.means, weights, of.groups)
+            self._add(node, UNGROUP_TO_WEIGHTS, told, type_, node.name)
