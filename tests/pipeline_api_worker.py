@@ -333,6 +333,36 @@ def other_calls() -> None:
                 each.zero_grad()
 
 
+class Twice(nn.Module):
+    """A module with two names, and running statistics that evaluation need not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.middle = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.last = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(self.norm(torch.tanh(self.first(x)))))).square().mean()
+
+
+def evaluation() -> None:
+    """Of what training has changed, with the statistics on one stage and a module on both."""
+    plain, x = Twice(), small_batch()["x"]
+    parallel = autoshard.parallelize(Twice(), "pp=2,dp=2", example_inputs=(x,), microbatches=1)
+    for each in (plain, parallel):
+        for training in (True, False):
+            each.train(training)
+            loss = each.train_step((x,)) if each is parallel else each(x)
+            if each is plain:
+                loss.backward()
+    same(parallel, plain, "training and evaluation")
+    with torch.no_grad():
+        wanted = float(plain(x))
+    for found in (float(parallel.eval_step((x,))), float(parallel.eval_outputs((x,)))):
+        check(abs(found - wanted) < 1e-5 * abs(wanted), f"evaluation: {found}, not {wanted}")
+
+
 def meshes_of_the_user() -> None:
     """Axes in any order: a rank's own part of the batch is where the mesh of the user says."""
     batch = small_batch()
@@ -424,6 +454,7 @@ def main(chosen: Sequence[str]) -> None:
         misuse,
         other_batches,
         other_calls,
+        evaluation,
         meshes_of_the_user,
         dropout,
         half_precision,

@@ -504,7 +504,7 @@ def _check_stages(old: Runner, new: Runner) -> None:
     """UsageError, on all ranks, unless the ranks that use a parameter have it in another program."""
     if old.program.stages is None:
         return
-    before, owner = old.holders_of_params, old.program.stages.schedule.owner
+    before, owner = old.holders_of_state, old.program.stages.schedule.owner
     used = holders_of(new.program, before)
     for port in (p for p in new.program.signature.ports if p.kind == "param"):
         now, then = ({owner[s] for s in each} for each in (used[port.name], before.get(port.target, ())))
@@ -586,6 +586,8 @@ def _leave_shape(owner: nn.Module, held: dict[str, Any], name: str) -> None:
     for its shape, as a module that is printed, finds it."""
     # its place in the table stays, as a capture meets them in their order
     taken, held[name] = held[name], None
+    if taken is None:
+        return  # of a module with several names
     owner.__dict__[name] = torch.empty_like(taken, device="meta", requires_grad=False)
 
 

@@ -42,6 +42,7 @@ from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.outputs import NotMade, Rows, ShardedOutput
 from autoshard.runtime.parallel_class import users_class
 from autoshard.runtime.shard_utils import shard_tensor
+from autoshard.runtime.stage_buffers import StageBuffers
 from autoshard.runtime.transport.transport import Transport
 from autoshard.runtime.transport.transport_choice import transport_of
 from autoshard.torch_adapters import records
@@ -97,6 +98,8 @@ class Runner:
         #: of all ranks, with the pp axis
         self.place_mesh = full_mesh or place.mesh
         self.clock: DropoutClock = DropoutClock() if like is None else like.clock
+        self.stage_buffers: StageBuffers = StageBuffers() if like is None else like.stage_buffers
+        self.stage_buffers.admit(program)
         #: what the loss of a step is multiplied by before backward
         self.loss_scale: torch.Tensor | None = None
         #: the stage whose forward ran last
@@ -126,13 +129,12 @@ class Runner:
             for p in program.signature.ports
             if p.kind == "const"
         }
-        self.holders = holders_of(program)
-        if like is not None:
-            # its gradients are added up over the ranks that have a parameter, also where only some use it
-            known = like.holders_of_params
-            self.holders |= {
-                p.name: known[p.target] for p in self._ports if p.kind == "param" and p.target in known
-            }
+        known = {} if like is None else like.holders_of_state
+        self.holders = holders_of(program, known)
+        # its gradients are added up over the ranks that have a parameter, also where only some use it
+        self.holders |= {
+            p.name: known[p.target] for p in self._ports if p.kind == "param" and p.target in known
+        }
         self.params = [p for p in program.signature.ports if p.kind == "param" and self.holds(p)]
         self.inputs = [p for p in program.signature.ports if p.kind == "input" and p.target != "seed"]
         self.seed_port = next((p for p in program.signature.ports if p.target == "seed"), None)
@@ -163,9 +165,9 @@ class Runner:
         return not self.place.stages.isdisjoint(self.holders[port.name])
 
     @property
-    def holders_of_params(self) -> dict[str, tuple[int, ...]]:
-        """Target of a parameter -> its stages."""
-        return {p.target: self.holders[p.name] for p in self._ports if p.kind == "param"}
+    def holders_of_state(self) -> dict[str, tuple[int, ...]]:
+        """Target of a parameter or a buffer -> its stages."""
+        return {p.target: self.holders[p.name] for p in self._ports if p.kind in ("param", "buffer")}
 
     def holds_buffer(self, target: str) -> bool:
         return any(p.kind == "buffer" and p.target == target and self.holds(p) for p in self._ports)
