@@ -74,6 +74,7 @@ __all__ = [
     "compile",
     "errors",
     "export",
+    "full_tensors",
     "init_process_group",
     "load",
     "load_weights",
@@ -114,6 +115,8 @@ def _home(name: str) -> str | None:
         return "autoshard.interop.weights"
     if name == "init_process_group":
         return "autoshard.runtime.groups"
+    if name == "full_tensors":
+        return "autoshard.runtime.full_tensors"
     if name == "Checkpoints":
         return "autoshard.runtime.checkpoints"
     if name == "clip_grad_norm_":

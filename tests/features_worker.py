@@ -471,6 +471,29 @@ def data_assigned(mesh: str) -> None:
     step(model, rows())
 
 
+def rows_by_hand(mesh: str) -> None:
+    """Rows and the diagonal of weights, and rows of gradients, whatever dims are sharded."""
+
+    def script(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for k in range(3):
+            losses.append(step(model, rows(k)))
+            for p in model.parameters():
+                with autoshard.full_tensors(p, p.grad) as (value, grad):
+                    value[0] = 0.0
+                    grad[1:3].zero_()
+                    if value.dim() == 2:
+                        value.diagonal().add_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, state(model)
+
+    same(mesh, Net, script)
+    elsewhere = torch.empty(2, device="meta")
+    refused(lambda: autoshard.full_tensors(elsewhere).__enter__(), "is of another stage", "parameters()")
+
+
 # -- parametrizations
 
 
@@ -1027,6 +1050,7 @@ ALL = (
     averaged_model,
     averages_by_hand,
     data_assigned,
+    rows_by_hand,
     weight_norm_old,
     weight_norm,
     spectral_norm,

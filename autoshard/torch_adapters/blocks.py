@@ -239,6 +239,12 @@ class BlockTensor(torch.Tensor):
                 agree(args[1])
         return out
 
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the text of its elements as well
+        return repr(plain_local(self))
+
+    def tolist(self) -> Any:
+        return plain_local(self).tolist()
+
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         assert self.shape == self._part.local, "not the part that it was a copy of"
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._part.blocks]

@@ -104,6 +104,13 @@ def test_copies_know_their_blocks(fused: DTensor) -> None:
     assert not torch.equal(copies[2].to_local(), (0.5 * fused).to_local())
 
 
+def test_they_are_printed(fused: DTensor) -> None:
+    """Though torch knows no elements of subclasses."""
+    assert str(WHOLE[:, COLUMNS]) in str(fused)
+    assert fused._local_tensor.tolist() == WHOLE[:, COLUMNS].tolist()
+    assert str(fused._local_tensor) == str(WHOLE[:, COLUMNS])
+
+
 def test_what_nobody_has_told_is_refused(mesh: DeviceMesh, fused: DTensor) -> None:
     plain = made(mesh, fused.placements, torch.zeros(4, 12))
     assert plain.placements == fused.placements

@@ -11,9 +11,9 @@ from sampling import all_cases
 
 #: what runs at every commit
 QUICK = {
-    "dp=2,tp=2": "hooks_that_change hooks_of_the_process copied_after_a_change data_assigned averaged_model "
-    "batch_norms_updated weight_norm_old parametrized_later compiled_step infinite_somewhere",
-    "pp=2,dp=2": "gradient_hooks averages_by_hand unfrozen",
+    "dp=2,tp=2": "hooks_that_change hooks_of_the_process copied_after_a_change data_assigned rows_by_hand "
+    "averaged_model batch_norms_updated weight_norm_old parametrized_later compiled_step infinite_somewhere",
+    "pp=2,dp=2": "gradient_hooks averages_by_hand rows_by_hand unfrozen",
 }
 
 

@@ -248,6 +248,8 @@ class _Describe:
     def _numbers(self, x: torch.Tensor) -> None:
         if x.device.type == "meta" or x.numel() > _LARGEST or x.layout != torch.strided:
             raise NoKeyError(f"it holds a {x.device.type} tensor of {x.numel():,} elements")
+        if not isinstance(x, nn.Parameter) and type(x) is not torch.Tensor:
+            raise NoKeyError(f"it holds a {type(x).__qualname__}")
         self.text(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def _class(self, kind: type) -> None:
