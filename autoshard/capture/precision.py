@@ -51,8 +51,8 @@ class MixedPrecision:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch_dtype(_DTYPES[self.name]) if self.name else tensor.dtype
-        narrower = tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize
-        return tensor.to(dtype) if narrower else tensor
+        cast = tensor.is_floating_point() and dtype.itemsize <= tensor.dtype.itemsize
+        return tensor.to(dtype) if cast else tensor
 
 
 UNCHANGED = MixedPrecision()

@@ -46,6 +46,16 @@ def messages(program: Program, kind: str) -> list[str]:
     return [t.dtype for t in values.values()]
 
 
+def test_another_type_of_16_bits() -> None:
+    """As FSDP2's policies do, parameters of one are cast to the other."""
+    _, program = compiled(build("Llama").bfloat16(), "fsdp=4", precision="fp16")
+    graphs = [segment.graph for segment in program.lowered.segments.values()]
+    products = [t for g in graphs for n in g.nodes if n.op == "aten.mm.default" for t in n.types if t]
+    assert products and {t.dtype for t in products} == {"f16"}
+    kinds = {r.value for r in program.signature.results if r.kind == "grad"}
+    assert {program.lowered.values[g].type.dtype for g in kinds} == {"bf16"}
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
 def test_gathers_have_16_bits_and_reductions_32(name: str) -> None:
     plan, program = compiled(build(name), "fsdp=4", precision="bf16")

@@ -93,7 +93,9 @@ class MeshShapes:
                 raise UsageError(
                     f"a batch of {self.total} does not divide over {ways} batch shards",
                     where=f"mesh {mesh}",
-                    hint="choose a global batch that is a multiple of the data-parallel ranks",
+                    why="every data-parallel rank of a program computes as many sequences as the others",
+                    hint=f"choose a global batch that is a multiple of {ways} (the axes that divide it), or "
+                    "fewer of them: the others can be tp, cp or pp",
                 )
             # problems with experts are large, and there are more of them: their ends have to do
             few = experts_of(self.problems.model) > 0 or sizes[-1] <= _MIDDLE**2 * sizes[0]

@@ -144,7 +144,8 @@ class ProblemCache:
             raise BatchError(
                 f"the model cannot be planned for microbatches of {batch} sequences",
                 where=f"mesh {mesh}, captured with {self.captured} sequences",
-                why=str(error),
-                hint="use example inputs of two or more sequences, or plan one batch in one piece (--batch) "
-                "with example inputs of that many",
+                why=f"what it computes depends on how many sequences there are, beyond one row for each "
+                f"({error})",
+                hint="plan the batch in one piece (on a mesh without pp, microbatches=1, --batch), or with "
+                f"example inputs of {batch} sequences",
             ) from None
