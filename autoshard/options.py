@@ -58,9 +58,9 @@ class PlanOptions:
     )
     tile_rows: int | None = option(
         None,
-        "compute MLPs, head and loss for so many tokens of a rank at a time; logits are then not returned "
-        "[default: all at once, if a plan fits like that]",
-        least=1,
+        "compute MLPs, head and loss for so many tokens of a rank at a time, 0: all at once; logits are then "
+        "not returned [default: all at once, unless no plan fits like that without recomputing most layers]",
+        least=0,
     )
     expert_chunks: int | None = option(
         None,

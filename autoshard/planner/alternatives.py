@@ -14,10 +14,14 @@ from autoshard.options import PlanOptions
 from autoshard.planner.planned import WORTH, Planned
 from autoshard.planner.source import Source
 from autoshard.schedules.registry import lookup, sliced
-from autoshard.search.problem.problem import experts_of
+from autoshard.search.problem.problem import experts_of, tokens_of
 from autoshard.search.solve.configuration import Staged, data_ways, inside, staged_as
 from autoshard.search.solve.formulate import layer_calls
 
+#: tokens of a tile on a rank, where a plan needs tiles: products of so many rows reach their full rate
+TILE_ROWS = 2048
+#: share of the layers that are recomputed in full for tiles to be tried, and of a step that they must spare
+_MOST_LAYERS, _TILED = 0.5, 0.03
 #: chunks in which the tokens of experts are exchanged, each tried where the one before was so much faster
 _EXPERT_CHUNKS = (1, 2, 4)
 #: slices of a sequence, likewise: fewer gain no more than several stages per rank do
@@ -38,13 +42,14 @@ _ROOM = 0.08
 @dataclass(frozen=True)
 class Alternative:
     """options: with its schedule. meshes: where, () for all that options allow. source: the model, with its
-    tiles and chunks of experts. text: what it is, in words. faster: whether it is only wanted if it is."""
+    tiles and chunks of experts. text: what it is, in words. beat: what cannot be faster is not
+    looked at."""
 
     options: PlanOptions
     meshes: Sequence[Staged]
     source: Source
     text: str
-    faster: bool = False
+    beat: Planned | None = None
 
 
 #: a plan of the same batch that runs in another way, None if none fits
@@ -83,7 +88,11 @@ class Alternatives:
             return best[0][1] if best else self.planned
 
         of = self
-        self._try_host(better)
+        if self._hosts:
+            self._try_tiles(better)
+            if best and fastest().step > (1 - _TILED) * self.planned.step:
+                best.clear()
+            self._try_host(better, fastest)
         if best and fastest().step < (1 - _MUCH) * self.planned.step:
             of = replace(self, planned=fastest(), options=best[0][0].options)
         of._try_expert_chunks(better, fastest)
@@ -91,21 +100,47 @@ class Alternatives:
         of._try_slices(better, fastest)
         return best
 
-    def _try_host(self, better: _Try) -> None:
-        """Activations that wait in host memory, where that may spare recomputing, or tiles: on any mesh, or
-        with experts, which make every mesh a problem of its own, on the same."""
+    @property
+    def _hosts(self) -> bool:
+        """Whether activations may wait in host memory, and do not yet; that of a CPU is its own memory."""
         device, plan = self.planned.cluster.device, self.planned.plan
-        host = device.host if device.kernels.multiprocessors else None  # that of a CPU is its own memory
-        if host is None or self.options.offload or plan.offload:
+        may = device.kernels.multiprocessors and device.host is not None
+        return bool(may) and not self.options.offload and not plan.offload
+
+    def _try_tiles(self, better: _Try) -> None:
+        """Activations that wait in host memory, and what is wide in tiles, where memory asks for most layers
+        to be recomputed in full: what does not wait for backward cannot be in host memory."""
+        assert self.planned.solution is not None
+        folded, config = self.planned.analysis.folded, self.planned.solution.configuration
+        full = sum(r.calls for r in self.planned.plan.recompute.values() if r.policy == "full")
+        few = tokens_of(folded) < config.mesh.world_size * config.pipe.ranks * TILE_ROWS
+        if self.options.tile_rows is not None or self.source.tile_rows or few:
             return
+        if full > _MOST_LAYERS * sum(layer_calls(folded).values()):
+            source = replace(self.source, tile_rows=TILE_ROWS)
+            better(
+                self._hosted(
+                    source, f"tiles of {TILE_ROWS:,} tokens in MLPs, head and loss, and ", self.planned
+                )
+            )
+
+    def _try_host(self, better: _Try, fastest: Callable[[], Planned]) -> None:
+        """Activations that wait in host memory, where that may spare recomputing, or tiles."""
+        host, plan = self.planned.cluster.device.host, self.planned.plan
+        assert host is not None
         tiled = len(self._less_tiled) > 1
         experts = experts_of(self.planned.analysis.model)
         recomputing = plan.recompute and self._spared(host) > _SPARED * self.planned.step
         if tiled or recomputing or (not experts and self._is_divided_for_room()):
-            options, text = replace(self.options, offload="activations"), "activations in host memory"
-            meshes = same_as(self.candidates(options), self.planned) if experts else ()
-            tries = (Alternative(options, meshes, s, text, faster=True) for s in self._less_tiled)
-            _first_that_fits(better, tries)
+            before = fastest()
+            _first_that_fits(better, (self._hosted(s, "", before) for s in self._less_tiled))
+
+    def _hosted(self, source: Source, text: str, before: Planned) -> Alternative:
+        """On any mesh, or with experts, which make every mesh a problem of its own, on the same."""
+        options = replace(self.options, offload="activations")
+        experts = experts_of(self.planned.analysis.model)
+        meshes = same_as(self.candidates(options), self.planned) if experts else ()
+        return Alternative(options, meshes, source, f"{text}activations in host memory", before)
 
     def _is_divided_for_room(self) -> bool:
         """Whether with more memory a dense model's layers would be divided less, and steps be shorter."""

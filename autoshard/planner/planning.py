@@ -16,7 +16,7 @@ from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.placement import Layout, parse_placement
 from autoshard.ir.units import bytes_text
 from autoshard.options import PlanOptions
-from autoshard.planner.alternatives import Alternative, Alternatives, same_as
+from autoshard.planner.alternatives import TILE_ROWS, Alternative, Alternatives, same_as
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.candidates import (
     candidate_meshes,
@@ -41,8 +41,6 @@ from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.param_costs import whole_state
 from autoshard.simulate.device_memory import device_memory
 
-#: tokens of a tile on a rank, where a plan needs tiles: products of so many rows reach their full rate
-TILE_ROWS = 2048
 #: what goes to host memory where nothing fits otherwise, one after the other
 _OFFLOADED = ("activations", "activations,optimizer", "activations,parameters")
 #: share of the memory that states of parameters take at least, beyond which nothing may fit beside them
@@ -262,7 +260,7 @@ class PlanningRequest:
                 among = planned.solution
                 result = searcher._searched(new.source, analysis, new.meshes, request, searches, among)
             else:
-                known = planned.incumbent if new.faster else None
+                known = None if new.beat is None else new.beat.incumbent
                 searcher = replace(searcher, options=replace(new.options, baselines=False), known=known)
                 result = searcher._of_any_batch(new.source, analysis, searches)
                 assert result.solution is not None and planned.solution is not None
@@ -272,8 +270,11 @@ class PlanningRequest:
             return None
         assert planned.source is not None
         alike = new.source.tile_rows == planned.source.tile_rows  # a warning says why there are tiles
-        warnings = tuple(dict.fromkeys((*result.plan.warnings, *(plan.warnings if alike else ()))))
-        return replace(result, plan=replace(result.plan, warnings=warnings))
+        warnings = (*result.plan.warnings, *(plan.warnings if alike else ()))
+        if not alike and not planned.source.tile_rows:
+            recomputed = "most layers are recomputed in full without them"
+            warnings = (*warnings, f"planned with {new.text} (logits are not returned): {recomputed}")
+        return replace(result, plan=replace(result.plan, warnings=tuple(dict.fromkeys(warnings))))
 
     def planned_from(self, source: Source, analysis: Analysis, searches: Searches | None = None) -> Planned:
         """The same, of a source that was captured and analysed already. searches: before this one.
@@ -299,7 +300,7 @@ class PlanningRequest:
                 last = error
                 continue
             if best is None or result.step < best.step:
-                warning = f"planned with {text}: nothing fits the memory without tiles"
+                warning = f"planned with {text}: nothing fits the memory without that"
                 if self.batch is None and (batch := batch_of(analysis.folded)) > 1:
                     several = f"global_batch={batch} (--global-batch)"
                     warning += f"; {several} would let a step be several microbatches"
@@ -317,7 +318,7 @@ class PlanningRequest:
         few = tokens_of(analysis.folded) < self.ranks * TILE_ROWS
         if self.memory is None or least > self.memory or few:
             return  # parameters and their states alone are too much, or what tiles could divide is little
-        if not rows:
+        if not rows and options.tile_rows is None:
             rows = TILE_ROWS
             yield self, rows, f"tiles of {rows:,} tokens in MLPs, head and loss (logits are not returned)"
         if options.offload or self.machine.device.host is None:
@@ -328,7 +329,8 @@ class PlanningRequest:
             if self.request.recipe.needs_matrices and Offload.parse(kinds).states:
                 return  # the optimizer that steps in host memory is AdamW
             hosting = replace(self, options=replace(options, offload=kinds))
-            yield hosting, rows, f"tiles of {rows:,} tokens, and {_words(kinds)} in host memory"
+            tiles = f"tiles of {rows:,} tokens, and " if rows else ""
+            yield hosting, rows, f"{tiles}{_words(kinds)} in host memory"
 
     def _of_any_batch(self, source: Source, analysis: Analysis, searches: Searches) -> Planned:
         try:

@@ -67,6 +67,19 @@ def test_activations_wait_on_the_host_where_that_spares_recomputing() -> None:
     assert found.plan.offload == "activations" and found.is_faster(plain) and found.step == asked.step
 
 
+def test_tiles_where_most_layers_would_be_recomputed_in_full() -> None:
+    """What does not wait for backward, as the insides of MLPs, cannot be in host memory: with tiles it is
+    little, and all else can."""
+    found, whole, device = (
+        planned(1, 65536, "tp=2", memory=7 * 2**30, **how)
+        for how in ({}, {"tile_rows": 0}, {"offload": "none"})
+    )
+    assert device.plan.recompute["layers_fwd"].policy == "full" and not device.plan.tile_rows
+    assert not whole.plan.tile_rows and whole.plan.recompute and whole.is_faster(device)
+    assert found.plan.tile_rows and not found.plan.recompute and found.step < 0.97 * whole.step
+    assert any("logits are not returned" in warning for warning in found.plan.warnings)
+
+
 def test_more_memory_is_hardly_slower_with_activations_on_the_host() -> None:
     """However much the search is given, between too little and what waits for copies."""
     steps = [planned(1, 65536, "tp=2", memory=gib * 2**30).step for gib in (8, 10, 12, 14)]
