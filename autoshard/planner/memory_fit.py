@@ -60,8 +60,8 @@ _SMALLER = 0.88
 #: equal parts of a sequence that slices may be made of
 _UNITS = (32, 16, 8)
 #: with activations in host memory, others are not tried after so many configurations of which every program
-#: holds more than twice the memory
-_BY_FAR = 6
+#: holds so much more than the memory, as a share of it
+_BY_FAR = ((6, 1.0), (12, 0.1))
 
 
 def _never() -> bool:
@@ -170,7 +170,8 @@ class MemoryFitter:
 
     def _made(self, solution: CandidateSolution, limit: float, spent: Callable[[], bool]) -> MemoryFit:
         self._host_full = None
-        if self.failed >= _BY_FAR and (self.request.budget or inf) < self._least_over < inf:
+        room = self.request.budget or inf
+        if any(self.failed >= n and share * room < self._least_over < inf for n, share in _BY_FAR):
             raise self._failure(solution, None, self._least_over)
         self._check_state(solution)
         over, fit = self._over(solution)

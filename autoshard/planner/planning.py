@@ -50,6 +50,8 @@ MOST_REPLANS = 3
 #: times the memory of a device that the search may fill, one after the other, with activations that then go
 #: to host memory; and how many programs that are too large say that there is no use in going on
 _WIDER, _ENOUGH = (1.0, 2.0, 4.0, 16.0), 8
+#: times the memory of a plan, beyond which none is tried where more gave no other plan
+_ONCE_MORE = 4.0
 #: memories between that are tried, and the share of a step that recomputing and waiting for the host take at
 #: most where none is
 _HALVINGS, _LITTLE = 2, 0.02
@@ -193,7 +195,8 @@ class PlanningRequest:
             if result is not None and not before.is_faster(result):
                 return result
         self.progress("planning with less memory on any mesh")
-        return self.planned_from(source, analysis, searches)
+        as_wide = replace(self, widths=tuple(w for w in self.widths if w >= before.width) or self.widths)
+        return as_wide.planned_from(source, analysis, searches)
 
     def _refitted(self, before: Planned, source: Source) -> Planned | None:
         """A plan of the same configuration that holds less, None if there is none, and for a pipeline, whose
@@ -515,16 +518,17 @@ def plan_analysed(
 @dataclass
 class _Widths:
     """Times the memory that the search is given: wider while recomputing takes longer than waiting for the
-    host, then between. low, high: in logarithms."""
+    host, then between. most: at most. low, high: in logarithms."""
 
     wider: tuple[float, ...]
     left: int = _HALVINGS
+    most: float = math.inf
     low: float = 0.0
     high: float = math.inf
 
     def __iter__(self) -> Iterator[float]:
         for times in self.wider:
-            if self.high == math.inf:
+            if self.high == math.inf and times <= self.most:
                 yield times
         while self.high < math.inf and self.left:
             self.left -= 1
@@ -608,7 +612,9 @@ def _chosen(
                 tried.note(times, enough=times > width)
             continue
         if solution is best and tried.high == math.inf:
-            tried.note(times, enough=False)  # nothing else fits: more may let the search recompute less
+            # nothing else fits: more may let the search recompute less, but not much more
+            tried.most = _ONCE_MORE * width
+            tried.note(times, enough=False)
             continue
         if improved:
             # baselines are only reported where it was looked for
