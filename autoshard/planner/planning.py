@@ -50,8 +50,6 @@ MOST_REPLANS = 3
 #: times the memory of a device that the search may fill, one after the other, with activations that then go
 #: to host memory; and how many programs that are too large say that there is no use in going on
 _WIDER, _ENOUGH = (1.0, 2.0, 4.0, 16.0), 8
-#: times the memory of a plan, beyond which none is tried where more gave no other plan
-_ONCE_MORE = 4.0
 #: memories between that are tried, and the share of a step that recomputing and waiting for the host take at
 #: most where none is
 _HALVINGS, _LITTLE = 2, 0.02
@@ -518,17 +516,16 @@ def plan_analysed(
 @dataclass
 class _Widths:
     """Times the memory that the search is given: wider while recomputing takes longer than waiting for the
-    host, then between. most: at most. low, high: in logarithms."""
+    host, then between. low, high: in logarithms."""
 
     wider: tuple[float, ...]
     left: int = _HALVINGS
-    most: float = math.inf
     low: float = 0.0
     high: float = math.inf
 
     def __iter__(self) -> Iterator[float]:
         for times in self.wider:
-            if self.high == math.inf and times <= self.most:
+            if self.high == math.inf:
                 yield times
         while self.high < math.inf and self.left:
             self.left -= 1
@@ -612,9 +609,7 @@ def _chosen(
                 tried.note(times, enough=times > width)
             continue
         if solution is best and tried.high == math.inf:
-            # nothing else fits: more may let the search recompute less, but not much more
-            tried.most = _ONCE_MORE * width
-            tried.note(times, enough=False)
+            tried.note(times, enough=False)  # nothing else fits: more may let the search recompute less
             continue
         if improved:
             # baselines are only reported where it was looked for
