@@ -42,8 +42,7 @@ _ROOM = 0.08
 @dataclass(frozen=True)
 class Alternative:
     """options: with its schedule. meshes: where, () for all that options allow. source: the model, with its
-    tiles and chunks of experts. text: what it is, in words. beat: what cannot be faster is not
-    looked at."""
+    tiles and chunks of experts. text: what it is, in words. beat: what cannot be faster is pruned."""
 
     options: PlanOptions
     meshes: Sequence[Staged]
@@ -118,11 +117,8 @@ class Alternatives:
             return
         if full > _MOST_LAYERS * sum(layer_calls(folded).values()):
             source = replace(self.source, tile_rows=TILE_ROWS)
-            better(
-                self._hosted(
-                    source, f"tiles of {TILE_ROWS:,} tokens in MLPs, head and loss, and ", self.planned
-                )
-            )
+            text = f"tiles of {TILE_ROWS:,} tokens in MLPs, head and loss, and "
+            better(self._hosted(source, text, self.planned))
 
     def _try_host(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """Activations that wait in host memory, where that may spare recomputing, or tiles."""

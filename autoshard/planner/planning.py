@@ -66,7 +66,7 @@ class PlanningRequest:
     where: a mesh, or a cluster whose meshes are searched. machine: the cluster, with its prices. ranks: in
     all. memory: bytes per rank, None for no limit. target: what the plan is called. widths: times the memory
     that the search is given one after the other, where activations go to host memory. known: a plan; what
-    cannot be faster is not looked at.
+    cannot be faster is pruned.
     """
 
     where: Mesh | Cluster
@@ -148,7 +148,7 @@ class PlanningRequest:
             else:
                 break  # the plan before stands, and its device says that it does not fit
         for alternative, faster in request._faster(result, searches):
-            other, held = request._held(self._on_device(faster), alternative, result)
+            other, held = request._on_less(self._on_device(faster), alternative, result)
             if other.device is None or not other.device.missing:
                 result, request = other, held
                 break
@@ -162,7 +162,9 @@ class PlanningRequest:
         )
         return replace(result, plan=replace(result.plan, warnings=(*result.plan.warnings, *notes, text)))
 
-    def _held(self, planned: Planned, new: Alternative, slower: Planned) -> tuple[Planned, PlanningRequest]:
+    def _on_less(
+        self, planned: Planned, new: Alternative, slower: Planned
+    ) -> tuple[Planned, PlanningRequest]:
         """Another way to run a plan, with less memory as long as it misses its device and is faster than a
         plan before; and the request with so much."""
         request, first = self, planned
@@ -477,7 +479,7 @@ def plan_analysed(
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
     a search over more meshes found, if these are what it led to. searches: before this one. refit: where that
     solution is only to fit, how many times the memory it was searched with, else 0. known: what
-    cannot be faster is not looked at. Raises InfeasibleError if nothing fits of what is.
+    cannot be faster is pruned. Raises InfeasibleError if nothing else fits.
     """
     request = request or SearchRequest()
     request = replace(request, budget=memory, recipe=without_tables(request.recipe, analysis.folded))
@@ -567,7 +569,7 @@ def _chosen(
 
     The search counts activations on the device. With offloading it is given more memory than there is, as
     long as the solution then fits and is faster, and then on its mesh what is between. incumbent: what
-    cannot be faster than that is not looked at.
+    cannot be faster than that is pruned.
     """
     wider = widths if fitter.offload.activations and request.budget is not None else (1.0,)
     recipe = hosted(request.recipe, fitter.offload, cluster.device)
@@ -581,8 +583,9 @@ def _chosen(
     tried = _Widths(wider)
     staged = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     for times in tried:
-        between = tried.high < math.inf and best is not None
-        among = [staged_as(staged, best.configuration)] if best is not None and between else staged
+        among = staged
+        if best is not None and tried.high < math.inf:
+            among = [staged_as(staged, best.configuration)]
         # no baseline offloads activations: baselines are only looked for within the memory that there is
         budget = None if request.budget is None else int(times * request.budget)
         if failure is not None and budget is not None and failure.smallest_bytes > budget:

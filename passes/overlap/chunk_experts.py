@@ -21,6 +21,7 @@ from autoshard.ir.placement import Shard
 from autoshard.ir.row_tiles import SHAPED
 from autoshard.ir.scaled import LARGEST, SCALED_EXPERT_OUTER
 from autoshard.ir.slices import Slices
+from autoshard.passes.mixtures import has_grouped_rows, loop_route, refusal
 from autoshard.passes.segment_parts import fresh
 from autoshard.passes.sequence.slice_values import Add, cut, join, sliced_type, total
 
@@ -32,8 +33,6 @@ _GIVE = frozenset(("autoshard.combine.default", "autoshard.combine_weights.defau
 _SUM = frozenset(
     ("autoshard.expert_outer.default", "autoshard.expert_sum.default", SCALED_EXPERT_OUTER, *LARGEST)
 )
-#: other ops that may make more or fewer rows
-_ROUTES = frozenset(("autoshard.route_one.default", "autoshard.route_part.default"))
 
 
 def chunk_experts(folded: Folded, chunks: int) -> Folded:
@@ -44,20 +43,16 @@ def chunk_experts(folded: Folded, chunks: int) -> Folded:
     nodes = [node for graph in folded.segments.values() for node in graph.nodes]
     if not any(node.op == _ROUTE for node in nodes):
         raise _refused(chunks, "the model has no experts that tokens can be exchanged for")
-    if other := next((node for node in nodes if node.op in _ROUTES), None):
+    if other := loop_route(nodes):
         raise _refused(chunks, "its experts are a loop in Python, and their tokens stay", other.origin)
-    if any(t is not None and t.share != 1.0 for node in nodes for t in node.types):
+    if has_grouped_rows(nodes):
         raise _refused(chunks, "its rows are grouped (lsh-moe), those of all tokens of a rank")
     return _Chunking(folded, chunks).run()
 
 
 def _refused(chunks: int, why: str, origin: Origin | None = None) -> UsageError:
-    return UsageError(
-        f"the tokens of experts cannot be exchanged in {chunks} chunks",
-        where="" if origin is None else origin.source,
-        why=why,
-        hint="leave out --expert-chunks",
-    )
+    what = f"the tokens of experts cannot be exchanged in {chunks} chunks"
+    return refusal(what, why, "leave out --expert-chunks", origin)
 
 
 class _Chunking:

@@ -24,6 +24,7 @@ from autoshard.ir.similar_rows import (
     UNGROUP_TO_WEIGHTS,
     RowGroups,
 )
+from autoshard.passes.mixtures import loop_route, refusal
 from autoshard.passes.rewrite import first_type
 
 _ROUTE, _DISPATCH, _COMBINE, _WEIGHTS, _WEIGHTS_BACK, _SCALE, _MM = (
@@ -33,7 +34,6 @@ _ROUTE, _DISPATCH, _COMBINE, _WEIGHTS, _WEIGHTS_BACK, _SCALE, _MM = (
         *("scale_rows", "expert_mm"),
     )
 )
-_OTHER_ROUTES = frozenset(("autoshard.route_one.default", "autoshard.route_part.default"))
 #: of slots, they give what is of tokens, or of experts
 _SUMS = frozenset((_COMBINE, _WEIGHTS_BACK, "autoshard.expert_outer.default", "autoshard.expert_sum.default"))
 #: linear in the rows that they are given first
@@ -56,12 +56,7 @@ def group_rows(joint: Joint, groups: RowGroups | None) -> Joint:
 
 
 def _refused(why: str, origin: Origin | None = None) -> UsageError:
-    return UsageError(
-        "rows of experts cannot be grouped",
-        where="" if origin is None else origin.source,
-        why=why,
-        hint="leave lsh-moe out of --allow",
-    )
+    return refusal("rows of experts cannot be grouped", why, "leave lsh-moe out of --allow", origin)
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ class _Mixture:
 
 
 def _grouped(graph: Graph, groups: RowGroups) -> Graph:
-    if other := next((n for n in graph.nodes if n.op in _OTHER_ROUTES), None):
+    if other := loop_route(graph.nodes):
         raise _refused("its experts are a loop in Python that is not one mixture", other.origin)
     if all(node.op != _ROUTE for node in graph.nodes):
         return graph

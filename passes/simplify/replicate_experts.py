@@ -21,6 +21,7 @@ from autoshard.ir import Arg, Call, CallSite, Folded, Graph, Node, Origin, Port,
 from autoshard.ir.graph import renamed
 from autoshard.ir.names import fresh_name
 from autoshard.ir.routing import of_replicas
+from autoshard.passes.mixtures import has_grouped_rows, loop_route, refusal
 from autoshard.passes.rewrite import first_type
 from autoshard.rules import experts, scaled_experts
 
@@ -39,7 +40,6 @@ _ROWS = frozenset(
     for name in ("dispatch", "dispatch_weights", "scale_rows", "row_dropout", "row_dots", "put_columns")
 )
 #: of experts one by one
-_OTHER_ROUTES = frozenset(("autoshard.route_one.default", "autoshard.route_part.default"))
 _INDEX = "i64"
 
 
@@ -47,9 +47,9 @@ def replicate_experts(folded: Folded, replicated: Sequence[Sequence[int]]) -> Fo
     """The model with these experts of each of its mixtures, in their order, on every rank; one row stands for
     all. Raises UsageError where that cannot be."""
     nodes = [node for graph in folded.segments.values() for node in graph.nodes]
-    if other := next((node for node in nodes if node.op in _OTHER_ROUTES), None):
+    if other := loop_route(nodes):
         raise _refused("its experts are a loop in Python that is not one mixture", other.origin)
-    if any(t is not None and t.share != 1.0 for node in nodes for t in node.types):
+    if has_grouped_rows(nodes):
         raise _refused("its rows are grouped (lsh-moe)")
     layers = sum(
         sum(node.op == _CHOICES for node in folded.segments[call.segment].nodes) for call in folded.calls
@@ -69,12 +69,8 @@ def replicate_experts(folded: Folded, replicated: Sequence[Sequence[int]]) -> Fo
 
 
 def _refused(why: str, origin: Origin | None = None) -> UsageError:
-    return UsageError(
-        "experts cannot be replicated",
-        where="" if origin is None else origin.source,
-        why=why,
-        hint="leave out --replicate-experts, or name experts of each layer as 3,17;0,5",
-    )
+    hint = "leave out --replicate-experts, or name experts of each layer as 3,17;0,5"
+    return refusal("experts cannot be replicated", why, hint, origin)
 
 
 class _Replicating:
