@@ -45,7 +45,7 @@ test-all: .venv/.trainers test ## all cases of the long tests, half an hour
 	@touch $@
 
 quick: $(STAMP) ## the fast tests, about a minute
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $$(sed -n '/^tests/s/:.*//p' tests/fast.txt) $(PYTEST_ARGS)
 
 lint: style ## ruff check, ruff format --check, mypy
 	$(BIN)/mypy

@@ -41,6 +41,7 @@ from autoshard.passes.partition.quantize_norms import quantise_norms
 from autoshard.passes.partition.ring_products import Rings, ring_products
 from autoshard.passes.sequence.slice_places import places_of
 from autoshard.passes.sequence.slice_sequence import slice_sequence
+from autoshard.passes.simplify.attention_parts import attention_parts
 from autoshard.passes.simplify.band_masks import band_masks
 from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.simplify.cast_products import ProductCasts, cast_products
@@ -299,6 +300,7 @@ SIMPLIFYING = (
         lambda c: c.rows > 0,
         needs="canonical",
     ),
+    _pass("attention_parts", lambda folded, c: attention_parts(folded), needs="canonical"),
 )
 #: up to ops on global tensors with their collectives
 PARTITIONING = (

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.cluster import Cluster
+from autoshard.cluster import Cluster, load_cluster
 from autoshard.ir.window_hops import WindowHops
 from autoshard.program.text import program_text
 from autoshard.runtime.collectives import GroupCollectives
@@ -147,6 +147,7 @@ def main() -> None:
         model(mesh)
     step("mixtral", "ep=4", slow_cluster(1e5, 2), "expert_relay", "inside=2")
     step("llama-long", "cp=4", ring_cluster(2), "ring_attention", "inside=2")
+    step("bart-long", "cp=4", load_cluster("h100-dgx"), "op='attention'")
     step("mistral-window", "cp=4", ring_cluster(), "ring_attention", "100, False, 1)")
     step("gemma3-windows", "cp=4", ring_cluster(), "ring_attention", "100, True, 2)")
     step("gemma2-packed", "cp=4", ring_cluster(), "ring_attention", "100, True, 2)")

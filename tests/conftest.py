@@ -113,15 +113,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
-def _slow() -> set[tuple[str, str]]:
-    """(file, function) of tests that ``make quick`` leaves out."""
-    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+def _fast() -> set[tuple[str, str]]:
+    """(file, function) of tests that ``make quick`` runs."""
+    lines = (Path(__file__).parent / "fast.txt").read_text().splitlines()
     rows = (line.partition(": ") for line in lines if not line.startswith("#"))
     return {(file, name) for file, _, names in rows for name in names.split()}
-
-
-#: of tests in slow.txt, one in so many cases; sampled.txt has others
-_SLOW_SHARE = "6"
 
 
 def _shares() -> dict[tuple[str, str], str]:
@@ -144,7 +140,7 @@ def _named(item: pytest.Item) -> tuple[str, str]:
     return file, test.partition("[")[0]
 
 
-def _leave_out(config: pytest.Config, items: list[pytest.Item], slow: set[tuple[str, str]]) -> None:
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases of long tests: see `sampling`."""
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -156,16 +152,16 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], slow: set[tuple[
         assert not unknown, f"tests/sampled.txt has {unknown}"
     kept: set[pytest.Item] = set()
     for key, own in cases.items():
-        kept.update(_chosen(own, shares.get(key, _SLOW_SHARE if key in slow else "1")))
+        kept.update(_chosen(own, shares.get(key, "1")))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = _slow()
-    _leave_out(config, items, slow)
+    fast = _fast()
+    _leave_out(config, items)
     for item in items:
-        if _named(item) in slow:
+        if _named(item) not in fast:
             item.add_marker(pytest.mark.slow)
     last = len(FIRST)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else last)

@@ -46,6 +46,18 @@ def _tokens(
     return make
 
 
+def _summaries(vocab: int, batch: int, seq: int, target: int) -> Callable[[], dict[str, torch.Tensor]]:
+    """Long padded texts, and short ones made of them."""
+
+    def make() -> dict[str, torch.Tensor]:
+        found = _tokens(vocab, batch=batch, seq=seq)()
+        mask = torch.ones(batch, seq, dtype=torch.int64)
+        mask[1, seq // 5 :] = 0
+        return {**found, "attention_mask": mask, "labels": torch.randint(3, vocab, (batch, target))}
+
+    return make
+
+
 def _packed(
     vocab: int, batch: int = BATCH, seq: int = SEQ, longest: int = 200
 ) -> Callable[[], dict[str, torch.Tensor]]:
@@ -221,6 +233,25 @@ def _t5(layers: int = 2) -> nn.Module:
     )
 
 
+def _bart(positions: int, heads: int) -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=97,
+            d_model=16 * heads,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=positions,
+            dropout=0.0,
+        )
+    )
+
+
 def _vit(layers: int = 2) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -278,6 +309,8 @@ LONG: tuple[Family, ...] = (
     Family("mamba2-long", lambda: _uncached(_mamba2), _tokens(96, batch=2, seq=256)),
     Family("mixtral-long", _mixtral, _tokens(96, batch=2, seq=512)),
     Family("bert-long", lambda: _bert(512), _tokens(101, batch=2, seq=512)),
+    # fewer heads than ranks, so that few queries have their many keys divided
+    Family("bart-long", lambda: _bart(1024, heads=3), _summaries(97, batch=2, seq=1024, target=8)),
     Family("gpt2-long", lambda: _gpt2(positions=512), _tokens(97, batch=2, seq=512)),
     Family("gpt2-wide", lambda: _gpt2(width=256, positions=1024), _tokens(97, batch=2, seq=1024)),
 )

@@ -54,6 +54,8 @@ def good(name: str) -> Program:
         return flat("gpt2-dropout", "dp=2,tp=2")
     if name == "context":
         return flat("llama-long", "cp=4", "h100-dgx")
+    if name == "merged":
+        return flat("bart-long", "cp=4", "h100-dgx")
     if name == "documents":
         return flat("gemma2-packed", "cp=4", "h100-dgx")
     if name in _RINGS:

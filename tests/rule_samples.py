@@ -860,6 +860,7 @@ def _attention(m: Make) -> Iterator[OpSample]:
             out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5)
             args = (torch.randn_like(out), q, k, v, out, lse, mask, causal, 0.5)
             yield OpSample("autoshard.sdpa_backward.default", args)
+    yield from _few_queries(m)
     q, k, v = m.real(4, 3, 8, 4), m.real(4, 3, 8, 4), m.real(4, 3, 8, 6)
     for mask, window, causal in _bands(m):
         softcap = 0.0 if mask is None else 0.7
@@ -868,6 +869,25 @@ def _attention(m: Make) -> Iterator[OpSample]:
         out, lse = torch.ops.autoshard.sdpa(q, k, v, *told)
         args = (torch.randn_like(out), q, k, v, out, lse, *told)
         yield OpSample("autoshard.sdpa_backward.default", args)
+
+
+def _few_queries(m: Make) -> Iterator[OpSample]:
+    """Of which parts of the keys are merged; some hide all of theirs from some rows, or from all."""
+    padding, hidden = m.bools(4, 1, 1, 24), torch.zeros(4, 1, 2, 24)
+    padding[0, ..., 6:], padding[1, ..., :12], padding[2] = False, False, False
+    padding[3, ..., 7] = True
+    hidden[..., 0, 12:] = hidden[1, ..., 1, :18] = float("-inf")
+    q = m.real(4, 4, 2, 4)
+    for mask in (None, padding, hidden, m.real(1, 24)):
+        for heads in ((4,), (2, 1)):
+            k, v = m.real(4, *heads, 24, 4), m.real(4, *heads, 24, 6)
+            for softcap in (0.0, 0.7):
+                yield OpSample("autoshard.sdpa_parts.default", (q, k, v, mask, 0.5, softcap))
+                parts = torch.ops.autoshard.sdpa_parts(q, k, v, mask, 0.5, softcap)
+                yield OpSample("autoshard.sdpa_joined.default", (parts, parts.dtype))
+                out, lse = torch.ops.autoshard.sdpa_joined(parts, parts.dtype)
+                args = (torch.randn_like(out), q, k, v, out, lse, mask, False, 0.5, 0, softcap)
+                yield OpSample("autoshard.sdpa_backward.default", args)
 
 
 def _bands(m: Make) -> list[tuple[torch.Tensor | None, int, bool]]:

@@ -224,6 +224,12 @@ def axes_of(node: Node) -> tuple[str, ...]:
     return (node.args[1],) if isinstance(node.args[1], str) else tuple(node.args[1])
 
 
+def in_one_message(node: Node) -> bool:
+    """Whether all that a rank sends is issued before it waits; over several axes, or where parts of attention
+    are merged by the largest log-sum-exp of all, one message follows another."""
+    return len(axes_of(node)) == 1 and node.kwarg("op", "sum") != "attention"
+
+
 def transfers_of(node: Node) -> tuple[TensorTransfer, ...] | None:
     """The tensors of a collective, one by one; None if its text is not that of one, or if it computes."""
     spec, args = COLLECTIVES[node.op], node.args

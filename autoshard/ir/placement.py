@@ -60,7 +60,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Partial:
-    """The tensor is the reduction (``sum`` or ``max``) of what the ranks of the axis hold."""
+    """The tensor is the reduction of what the ranks of the axis hold: ``sum``, ``max``, or a merge: ``lse``
+    of row statistics (`kernels.vocab_ce`), ``attention`` of parts (`ops.attention_parts`)."""
 
     reduce: str = "sum"
 
@@ -247,7 +248,9 @@ def layout_ok(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> boo
 
 
 _SHARD = re.compile(r"^S\((\d{1,9})(?:,(?:outer=(\d{1,15})|zigzag=(\d{1,15})))?(?:,inner=(\d{1,15}))?\)$")
-REDUCTIONS = ("sum", "max", "lse")
+REDUCTIONS = ("sum", "max", "lse", "attention")
+#: of which tensors of any shape are reduced together, as one of all their elements
+ELEMENTWISE = ("sum", "max")
 
 
 def parse_placement(text: str) -> Placement:

@@ -15,6 +15,7 @@ from autoshard.kernels import (
 )
 from autoshard.ops import (
     attention,
+    attention_parts,
     attention_rows,
     ctc,
     dropout,
@@ -31,6 +32,7 @@ from autoshard.ops import (
 
 __all__ = [
     "attention",
+    "attention_parts",
     "attention_rows",
     "bucket",
     "ctc",

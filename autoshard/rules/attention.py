@@ -1,4 +1,5 @@
-"""Attention as one op: split by batch, heads and query rows; causal attention by rows in a zigzag.
+"""Attention as one op: split by batch, heads and query rows; causal attention by rows in a zigzag, and that
+of few queries to many keys by keys.
 
 Keys and values [b, h, 1, t, d] are those of groups of query heads that follow each other: h of them.
 
@@ -27,6 +28,8 @@ from autoshard.ir.window_hops import WindowHops
 from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
 from autoshard.rules.local import LocalCall
 
+#: attention of all keys
+SDPA = "autoshard.sdpa.default"
 #: times as long as without soft caps: on CPUs 1.7 to 2.5 (fp32 and bf16, 512 to 4,096 positions)
 _CAPPED = 2.0
 
@@ -34,6 +37,19 @@ _CAPPED = 2.0
 def numbers_documents(mask: TensorType) -> bool:
     """Whether a mask of keys is of integers, those of the documents in a sequence."""
     return mask.dtype[0] in "iu"
+
+
+def merges(node: Node, ins: Sequence[TensorType]) -> bool:
+    """Whether merging parts of attention (`ops.attention_parts`) sends less than gathering its keys, and any
+    query may attend to any key. node: attention or its gradient. ins: its tensors."""
+    backward = node.op != SDPA
+    q, k, v, *_ = ins[1:] if backward else ins
+    place = 7 if backward else 4
+    masks = ins[6 if backward else 3 :]
+    if node.args[place] or _window(node, place + 2) or any(map(numbers_documents, masks)):
+        return False
+    merged = TensorType((*q.shape[:3], v.shape[-1] + 1), "f64" if q.dtype == "f64" else "f32")
+    return 2 * merged.nbytes < k.nbytes + v.nbytes
 
 
 @dataclass(frozen=True)
@@ -63,25 +79,33 @@ class _Laid:
         return bool(self.zigzag or self.contiguous)
 
 
-def _laid(shapes: Sequence[TensorType], mask: TensorType | None, causal: bool, window: int = 0) -> _Laid:
+def _laid(
+    shapes: Sequence[TensorType],
+    mask: TensorType | None,
+    causal: bool,
+    window: int = 0,
+    *,
+    by_keys: bool = False,
+) -> _Laid:
+    """by_keys: whether the keys may be divided where the queries are not."""
     q, k, v = shapes
     build = Builder()
     b, keys, s = build.new(q.shape[0]), build.new(k.shape[1]), build.new(q.shape[2])
     h = (*keys, *build.new(q.shape[1] // max(1, k.shape[1])))
     t, d, e = build.new(k.shape[-2]), build.new(q.shape[3]), build.new(v.shape[-1])
-    by_keys = mask is None or mask.shape[-2:-1] in ((), (1,))
+    of_keys_alone = mask is None or mask.shape[-2:-1] in ((), (1,))
     documents = mask is not None and numbers_documents(mask)
     plain = mask is None or not mask.is_float
-    divided = by_keys and plain and q.shape[2] == k.shape[-2]
+    divided = of_keys_alone and plain and q.shape[2] == k.shape[-2]
     rows = frozenset(s) if causal or window or documents else frozenset()
-    fixed = frozenset(f for x in (t, d, e) for f in x) | (frozenset() if divided else rows)
+    fixed = frozenset(f for x in (d, e, () if by_keys else t) for f in x) | (frozenset() if divided else rows)
     zigzag = rows - fixed if causal else frozenset[int]()
     # with a window all ranks have about the same work in either order
     contiguous = rows - fixed if window or not causal else frozenset[int]()
     ring = ((s[0], t[0]),) if divided and s and t else ()
     # the mask of keys that go round stays whole
     full: list[Dim] = [b, h, s, build.new(k.shape[-2]) if ring and mask is not None else t]
-    fixed |= {*full[3]}
+    fixed |= {*full[3]} if full[3] != t or not by_keys else frozenset()
     masks: tuple[Dims, ...] = ()
     if mask is not None:
         lead = 4 - len(mask.shape)
@@ -143,6 +167,33 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
         kernel="attention",
         slowdown=_slowdown(node, 7),
     )
+
+
+def sdpa_parts(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], optional mask -> [b, h, s, e + 1]."""
+    laid = _laid(ins[:3], ins[3] if len(ins) > 3 else None, False, by_keys=True)
+    width = len(laid.sizes)
+    return Factored(
+        (*laid.sizes, ins[2].shape[-1] + 1),
+        (laid.query, laid.key, laid.value, *laid.masks),
+        ((*laid.lse, (width,)),),
+        laid.fixed | {width},
+        tuple((f, "attention") for f in laid.key[-2]),
+        kind="matmul",
+        flops=flops(ins[0], ins[1], ins[2], False),
+        rate=ins[0].dtype,
+        copies=(0.0,) * len(ins),
+        kernel="attention",
+        slowdown=_slowdown(node, 5),
+    )
+
+
+def sdpa_joined(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """[b, h, s, e + 1] -> (out [b, h, s, e], lse [b, h, s])."""
+    build = Builder()
+    rows = build.dims(ins[0].shape[:3])
+    parts, out = build.new(ins[0].shape[3]), build.new(ins[0].shape[3] - 1)
+    return Factored(tuple(build.sizes), ((*rows, parts),), ((*rows, out), rows), frozenset((*parts, *out)))
 
 
 def rows_args(node: Node, scale: int, start: Arg, mask: Arg, *, zigzag: bool = False) -> tuple[Arg, ...]:
@@ -238,14 +289,15 @@ def of_all_keys(node: Node) -> Node:
 
 def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """grad, q, k, v, out, lse, optional mask -> gradients of q, k, v."""
-    causal, window = bool(node.args[7]), _window(node, 9)
-    laid = _laid(ins[1:4], ins[6] if len(ins) > 6 else None, causal, window)
+    causal, window, by_keys = bool(node.args[7]), _window(node, 9), merges(node, ins)
+    laid = _laid(ins[1:4], ins[6] if len(ins) > 6 else None, causal, window, by_keys=by_keys)
+    keys = laid.key[-2] if by_keys else ()
     return Factored(
         laid.sizes,
         (laid.out, laid.query, laid.key, laid.value, laid.out, laid.lse, *laid.masks),
         (laid.query, laid.key, laid.value),
         laid.fixed,
-        tuple((f, "sum") for f in (*laid.query[2], *laid.groups)),
+        tuple((f, "sum") for f in (*laid.query[2], *laid.groups, *keys)),
         ((0,),),
         "matmul",
         2.5 * flops(ins[1], ins[2], ins[3], causal, window),
@@ -314,7 +366,8 @@ RINGS: Mapping[str, CollectiveSpec] = MappingProxyType(
 #: ops -> which of their tensors the keys are; values follow
 KEYS: Mapping[str, int] = MappingProxyType(
     {
-        "autoshard.sdpa.default": 1,
+        SDPA: 1,
+        "autoshard.sdpa_parts.default": 1,
         "autoshard.sdpa_rows.default": 1,
         "autoshard.sdpa_backward.default": 2,
         "autoshard.sdpa_rows_backward.default": 2,
@@ -324,9 +377,12 @@ KEYS: Mapping[str, int] = MappingProxyType(
 )
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
-        "autoshard.sdpa.default": sdpa,
+        SDPA: sdpa,
+        "autoshard.sdpa_parts.default": sdpa_parts,
         "autoshard.sdpa_backward.default": sdpa_backward,
         "autoshard.sdpa_rows.default": sdpa_rows,
         "autoshard.sdpa_rows_backward.default": sdpa_rows_backward,
     }
 )
+#: what follows from merged parts of attention
+JOINED: Mapping[str, RuleFn] = MappingProxyType({"autoshard.sdpa_joined.default": sdpa_joined})

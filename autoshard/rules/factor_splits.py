@@ -52,7 +52,7 @@ class DigitTable:
     values: (segment, value, dim) -> digits of that dim (ports under their class, see `Flow`).
     factors: (segment, node number) -> per factor its digits. batch: the classes that are the batch.
     zigzag: those that are a sequence split in a zigzag; causal: those that are the same sequences as a whole;
-    windowed: of other sequences those that may be split in a zigzag or as a whole.
+    windowed: of other sequences those that may be split in a zigzag or as a whole, or are only attended to.
     heads: those that are heads of attention. experts: those that are the experts to which tokens go.
     """
 
@@ -227,6 +227,8 @@ def _table(work: _Analysis) -> DigitTable:
             for outer, _, cls in factors_of[place][factor]:
                 whole = windowed if factor in rule.contiguous else causal
                 (zigzag if outer < 0 else whole).add(cls)
+        for factor in (f for f, how in rule.reduce if how == "attention"):
+            windowed.update(cls for _, _, cls in factors_of[place][factor])
         for _, owners in rule.exchange:
             experts.update(cls for _, _, cls in factors_of[place][owners])
         if rule.kernel == "attention":

@@ -33,32 +33,31 @@ from autoshard.rules.core import Factored, RuleFn, opaque
 from autoshard.rules.row_tiles import rule_with
 from autoshard.torch_adapters.random_ops import is_random
 
-_SINGLE: Mapping[str, RuleFn] = MappingProxyType(
-    {
-        op: fn
-        for family in (
-            pointwise,
-            view,
-            reduction,
-            matmul,
-            scaled,
-            scaled_experts,
-            packed,
-            norm,
-            spatial,
-            linalg,
-            embedding,
-            loss,
-            attention,
-            recurrent,
-            index,
-            create,
-            experts,
-            similar_rows,
-        )
-        for op, fn in family.RULES.items()
-    }
-)
+_FAMILIES = {
+    op: fn
+    for family in (
+        pointwise,
+        view,
+        reduction,
+        matmul,
+        scaled,
+        scaled_experts,
+        packed,
+        norm,
+        spatial,
+        linalg,
+        embedding,
+        loss,
+        attention,
+        recurrent,
+        index,
+        create,
+        experts,
+        similar_rows,
+    )
+    for op, fn in family.RULES.items()
+}
+_SINGLE: Mapping[str, RuleFn] = MappingProxyType({**_FAMILIES, **attention.JOINED})
 RULES: Mapping[str, RuleFn] = MappingProxyType({**_SINGLE, TILES: rule_with(_SINGLE)})
 
 

@@ -19,6 +19,7 @@ from autoshard.ir.collectives import COLLECTIVES, EXPERT_RELAY, axes_of, goes_in
 from autoshard.ir.placement import in_one_piece
 from autoshard.ir.quantized import WIRE_BITS
 from autoshard.kernels.vocab_ce import merge_stats
+from autoshard.ops.attention_parts import normalised, weighted
 from autoshard.runtime import rings
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
@@ -180,6 +181,11 @@ class GroupCollectives:
             return PendingCollective(
                 over.gather(own), lambda got: merge_stats(got.view(over.ways, *own.shape).unbind())
             )
+        if op == "attention":
+            arriving, reduced = over.all_reduce(own[..., -1:].contiguous(), "max")
+            most = reduced(arriving())
+            arriving, reduced = over.all_reduce(weighted(own, most), "sum", own=True)
+            return PendingCollective(arriving, lambda got: normalised(reduced(got), most))
         return PendingCollective(*over.all_reduce(own, op))
 
     def all_gather(

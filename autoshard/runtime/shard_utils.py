@@ -12,6 +12,7 @@ import torch
 
 from autoshard.ir.placement import Layout, Shard, chunk, local_outer
 from autoshard.kernels.vocab_ce import merge_stats
+from autoshard.ops.attention_parts import merge_parts
 from autoshard.runtime.transport.transport import reduced
 
 
@@ -85,7 +86,8 @@ def shard_tensor(
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of the values of all ranks of an axis."""
-    return merge_stats(parts) if op == "lse" else reduced(parts, op)
+    merge = {"lse": merge_stats, "attention": merge_parts}.get(op)
+    return reduced(parts, op) if merge is None else merge(parts)
 
 
 def part_shapes(

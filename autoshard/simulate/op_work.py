@@ -287,7 +287,9 @@ class Ops:
         moved = sum(self.nbytes(p) for p in (*ins, *outs))
         how = self.behaviour
         sizes, reach = (q[0] * q[1], q[2], k[-2], q[3]), how.attention_reach / rule.slowdown
-        fused = Attention(*sizes, backward, dtype, rule.flops, moved, how.attention_native, reach)
+        fused = Attention(
+            *sizes, backward, rule.rate or dtype, rule.flops, moved, how.attention_native, reach
+        )
         if self.behaviour.attention == "flash":
             return [fused]
         return unfused(fused, DTYPES[dtype][1], self.behaviour)

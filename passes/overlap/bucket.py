@@ -23,6 +23,7 @@ from autoshard.ir.collectives import (
     transfers_of,
 )
 from autoshard.ir.lowered import Lowered, LoweredSegment
+from autoshard.ir.placement import ELEMENTWISE
 from autoshard.ir.scaled import BLOCK_SCALE, CASTS, LARGEST
 from autoshard.passes.segment_parts import derived_values
 
@@ -142,7 +143,11 @@ def _merged(members: Sequence[Node], graph: Graph, parameters: Collection[str] =
     return [
         new
         for group in buckets.values()
-        for new in (group if len(group) == 1 or group[0].kwarg("op") == "lse" else [_bucket_node(group)])
+        for new in (
+            group
+            if len(group) == 1 or group[0].kwarg("op", "sum") not in ELEMENTWISE
+            else [_bucket_node(group)]
+        )
     ]
 
 

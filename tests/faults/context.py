@@ -18,6 +18,8 @@ DOCUMENTS = ("documents",)
 REACH = ("reach", "reach-zigzag")
 RING_DOCUMENTS = ("ring-documents",)
 RINGS = ("ring", *REACH, *RING_DOCUMENTS)
+#: a program that merges attention over parts of the keys
+MERGED = ("merged",)
 _SAID = rules("function", "arguments", "collective", "placement")
 
 
@@ -159,7 +161,35 @@ def more_hops(program: Program) -> Iterator[Fault]:
     return _ring_told(program, 7, lambda hops: int(hops) + 1)
 
 
+def _merges(program: Program) -> Iterator[tuple[str, int, Node]]:
+    return (site for site in sites(program) if site[2].kwarg("op", "") == "attention")
+
+
+def parts_added_up(program: Program) -> Iterator[Fault]:
+    """Parts of attention are added up without their weights."""
+    for name, number, node in _merges(program):
+        yield Fault(replaced(program, name, number, replace(node, kwargs=())), _SAID, (node.outs[0],))
+
+
+def merged_statistics(program: Program) -> Iterator[Fault]:
+    """Parts of attention are merged as statistics of cross-entropy are."""
+    for name, number, node in _merges(program):
+        wrong = replace(node, kwargs=(("op", "lse"),))
+        yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
+def values_for_keys(program: Program) -> Iterator[Fault]:
+    """A part of attention takes its values for keys, and the other way round."""
+    for name, number, node in sites(program):
+        if node.op == "autoshard.sdpa_parts.default":
+            wrong = with_keys(node, *reversed(keys_of(node)))
+            yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
 KINDS: dict[str, Kind] = {
+    "parts of attention added up": Kind(parts_added_up, MERGED),
+    "parts of attention merged as a loss": Kind(merged_statistics, MERGED),
+    "keys for values in a part": Kind(values_for_keys, MERGED),
     "keys behind a row in a ring": Kind(all_keys, RINGS),
     "keys for values in a ring": Kind(keys_for_values, RINGS),
     "parts of a ring with wrong weights": Kind(weights_of_other_rows, RINGS),

@@ -59,6 +59,7 @@ ELSEWHERE = {
     "band_masks": "passes/test_band_masks.py",
     "narrow_gathers": "passes/test_cast_products.py",
     "group_keys": "passes/test_group_keys.py",
+    "attention_parts": "passes/test_attention_parts.py",
     "axis_levels": "passes/test_axis_levels.py",
     "ring_products": "passes/test_ring_products.py",
     "allreduce_to_reduce_scatter": "passes/test_hierarchy.py",

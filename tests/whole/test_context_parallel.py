@@ -46,6 +46,18 @@ def test_equal_to_eager(name: str, mesh: str) -> None:
     assert report.ok and not report.uncovered
 
 
+@pytest.mark.parametrize(("mesh", "cluster"), [("cp=4", "h100-dgx"), ("cp=2,tp=2", "cpu-gloo")])
+def test_parts_of_few_queries_are_merged(mesh: str, cluster: str) -> None:
+    """Ranks have parts of a long padded text, and a short one attends to all of it."""
+    found = program("bart-long", mesh, cluster)
+    nodes = [node for segment in found.lowered.segments.values() for node in segment.graph.nodes]
+    assert any(node.kwarg("op", "") == "attention" for node in nodes)
+    errors = compare_step(found, *family("bart-long").make())
+    assert max(errors.values()) < RTOL
+    report = verify_static(found)
+    assert report.ok and not report.uncovered
+
+
 def test_chunks_of_a_scan_are_divided() -> None:
     """Ranks work on chunks of their own; states of chunks pass on."""
     found = program("mamba2-long", "cp=4", "h100-dgx")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.ir import Node
-from autoshard.ir.collectives import COLLECTIVES, axes_of, is_message
+from autoshard.ir.collectives import COLLECTIVES, axes_of, in_one_message, is_message
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.pending import Finish, all_arrived, arrived, as_it_is
 from autoshard.runtime.resolve import RankView
@@ -137,7 +137,7 @@ class Together:
             return [call() for call in calls]
         axes = axes_of(node)
         spec = COLLECTIVES[node.op]
-        if spec.pending and spec.moves and len(axes) == 1:
+        if spec.pending and spec.moves and in_one_message(node):
             # all are issued before the first is waited for
             return [_there(issued) for issued in [call() for call in calls]]
 
