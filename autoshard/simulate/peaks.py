@@ -15,11 +15,13 @@ from autoshard.simulate.transients import Course, Transients
 
 class _Stop(NamedTuple):
     """An action, or the end of a step; a tuple, since pipelines have tens of thousands. level: bytes as it
-    begins, with all gradients. absent: of gradients that are not there yet."""
+    begins, with all gradients. absent: of gradients that are not there yet. kept: that stay as it ends, of
+    those that it makes."""
 
     level: float
     absent: float
     course: Course
+    kept: float = 0.0
 
     @property
     def start(self) -> float:
@@ -44,10 +46,11 @@ class Peaks:
         return tuple(self.of(rank) for rank in range(self.schedule.ranks))
 
     def of(self, rank: int) -> tuple[ResidentBytes, float]:
-        """(what the rank holds as the part begins in which it holds most, bytes at that point)."""
+        """(what the rank holds when it holds most, bytes at that point). What a part keeps for backward
+        counts from its peak on."""
         state = self.prices.states[rank]
         most = max(self._stops(rank), key=lambda stop: stop.peak)
-        activations = most.level - state.total
+        activations = most.level - state.total + min(most.kept, max(0.0, most.course.peak))
         return replace(state, gradients=state.gradients - most.absent, activations=activations), most.peak
 
     def along(self, rank: int) -> Iterator[tuple[Sequence[str], Sequence[float]]]:
@@ -78,7 +81,8 @@ class Peaks:
             if behind is not None and action in self.schedule.paired:
                 other = self.transients.course(behind).peak
                 beside = max(0.0, course.peak - (base + after - before))
-            yield _Stop(before, without, replace(course, ahead=course.ahead + other) if other else course)
+            course = replace(course, ahead=course.ahead + other) if other else course
+            yield _Stop(before, without, course, max(0.0, base + after - before))
             if stage in missing and kind in "BW":
                 del missing[stage]
                 without = sum(missing.values())
