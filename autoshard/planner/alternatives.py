@@ -186,18 +186,20 @@ class Alternatives:
     def _try_slices(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """A pipeline whose microbatches cannot be smaller, with their sequences in slices, where that is
         shorter if it costs nothing (`schedules.seq1f1b`). Slices hold less: they may need no tiles."""
-        staging, plan, free = self.planned.staging, self.planned.plan, not self.options.schedule
-        if staging is None or not free or plan.batch != self._data_ranks:
+        staging, plan, asked = self.planned.staging, self.planned.plan, self.options.schedule
+        names = [n for n in sliced() if not asked or (n == asked and self.options.slices is None)]
+        if staging is None or not names or plan.batch != self._data_ranks:
             return
         ranks, microbatches = staging.pipeline.ranks, plan.microbatches
         busy = sum(staging.timeline.busy) / ranks
         layers = sum(layer_calls(self.planned.analysis.folded).values())
-        for name, slices in product(sliced(), _SLICES):
+        for name, slices in product(names, _SLICES):
             before = fastest()
             shortest = busy * (1 + (ranks - 1) / (microbatches * slices))
             if shortest > (1 - WORTH) * before.step or layers * slices > _MOST_CALLS:
                 continue
-            options = replace(self.options, schedule=name, chunks=None, slices=slices)
+            chunks = self.options.chunks if asked else None
+            options = replace(self.options, schedule=name, chunks=chunks, slices=slices)
             text = f"{slices} slices of each sequence"
             _first_that_fits(better, (self._on_the_same(options, s, text) for s in self._less_tiled))
             if fastest() is before:

@@ -122,7 +122,9 @@ def pipes_of(
     if ranks == 1:
         return [Pipe()]
     if schedule:
-        return [Pipe(ranks, schedule, chunks or default_chunks(schedule), slices=slices)]
+        counts = [n for n in tried().get(schedule, ()) if ranks * n <= layers and chunks is None]
+        counts = counts or [chunks or default_chunks(schedule)]
+        return [Pipe(ranks, schedule, count, slices=slices) for count in counts]
     return [
         Pipe(ranks, name, count)
         for name, counts in tried().items()
