@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TypeAlias
 
 from autoshard.cluster.cluster import Device, host_of
@@ -83,66 +82,44 @@ def check_states(nbytes: float, device: Device, ranks: int) -> None:
     raise failure
 
 
-@dataclass(frozen=True)
-class DevicePeak:
-    """Of the fullest rank of a program on its device, in bytes. activations: among them."""
-
-    bytes: float
-    activations: float
-
-
-def peak_of(prices: StagePrices) -> DevicePeak:
-    """The peak of a program."""
-    held, most = max(Peaks(prices).all, key=itemgetter(1))
-    return DevicePeak(most, held.activations)
-
-
-def least_offload(build: _Build, prices_of: Callable[[Program], StagePrices], budget: int | None) -> Program:
+def least_offload(build: _Build, prices_of: Callable[[Program], StagePrices], budget: int | None) -> Peaks:
     """The program whose activations wait in host memory where the device need not wait for them, and beyond
     that as few of them as fit the memory; if nothing else fits, all of them, loaded when they are needed, not
-    a call ahead.
+    a call ahead. It comes with its prices and its peaks.
 
     build: the program, given what share is stored of the activations that the device has to wait for, and
     whether they are loaded ahead. Raises HostFullError if the host has too little memory.
     """
-    program = build(0.0, True)
-    if not program.offload:
-        return program
-    prices = prices_of(program)
-    if budget is not None and program.offload.activations and (peak := peak_of(prices)).bytes > budget:
-        program, prices = _fewest(build, prices_of, budget, (program, prices), peak)
-    check_host(prices)
-    return program
+
+    def made(share: float, ahead: bool) -> Peaks:
+        return Peaks(prices_of(build(share, ahead)))
+
+    peaks = made(0.0, True)
+    stores = peaks.prices.program.offload.activations
+    if budget is not None and stores and peaks.fullest[1] > budget:
+        peaks = _fewest(made, budget, peaks)
+    check_host(peaks.prices)
+    return peaks
 
 
-def _fewest(
-    build: _Build,
-    prices_of: Callable[[Program], StagePrices],
-    budget: int,
-    none: tuple[Program, StagePrices],
-    peak: DevicePeak,
-) -> tuple[Program, StagePrices]:
+def _fewest(made: Callable[[float, bool], Peaks], budget: int, none: Peaks) -> Peaks:
     """The smallest share that fits, by secants, then by false position: peaks fall about evenly with it, and
     by no more than what is there to store. Where none does, the program of the lowest peak, loading ahead or
-    not. none: with none of them, and its peak."""
-    low, high, over, under = 0.0, 1.0, peak.bytes - budget, 0.0
-    falls = peak.activations
-    best: tuple[Program, StagePrices] | None = None
+    not. none: with none of them."""
+    low, high, over, under = 0.0, 1.0, none.fullest[1] - budget, 0.0
+    falls = none.fullest[0].activations
+    best: Peaks | None = None
     for left in reversed(range(_TRIALS)):
         least = low + ((high - low) * over / (over - under) if best else over / falls if falls > 0 else 1.0)
         if best and high - least <= _NEAR:
             return best
         share = min(1.0, least + _NEAR / 2) if left or best else 1.0
-        program = build(share, True)
-        tried = program, prices_of(program)
-        more = peak_of(tried[1]).bytes - budget
+        tried = made(share, True)
+        more = tried.fullest[1] - budget
         if more <= 0:
             high, under, best = share, more, tried
         elif share == 1.0:
-            last = build(share, False)
-            late = last, prices_of(last)
-            lowest = (over, none), (more, tried), (peak_of(late[1]).bytes - budget, late)
-            return min(lowest, key=itemgetter(0))[1]
+            return min(none, tried, made(share, False), key=lambda peaks: peaks.fullest[1])
         else:
             falls, low, over = (over - more) / (share - low), share, more
     assert best is not None  # the last share is all of them

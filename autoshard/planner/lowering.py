@@ -75,7 +75,10 @@ def lower_plan(
             own = replace(laid, hosting=laid.hosting and laid.hosting.storing(share, ahead))
             return build_program(analysis.folded, own, plan, analysis.dumps, schedule_of(plan))
 
-        return least_offload(stored, lambda program: StagePrices(program, cluster), plan.budget)
+        if laid.hosting is None:
+            return stored(0.0, True)
+        peaks = least_offload(stored, lambda program: StagePrices(program, cluster), plan.budget)
+        return peaks.prices.program
 
     mesh = Mesh.parse(plan.mesh)
     options = hierarchy_options(passes.hierarchy, cluster, full_mesh(mesh, plan), mesh)

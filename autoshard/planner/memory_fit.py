@@ -43,7 +43,7 @@ from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.segment_cache import OfSegments
 from autoshard.simulate.slices import of_equal_work
 from autoshard.simulate.stage_costs import StagePrices
-from autoshard.simulate.step import estimate_step
+from autoshard.simulate.step import spent_in
 
 #: how often a solution is solved again with less memory
 _ROUNDS = 4
@@ -419,12 +419,10 @@ class MemoryFitter:
         fits = over <= 0
         if not fits:
             return Peak(rank, held, most, over=over)
-        behaviour, host, waits = prices.behaviour, None, 0.0
+        seconds = step_seconds(prices.schedule, prices.costs, prices.behaviour.steps_overlap)
+        host, waits = None, 0.0
         if self.offload:
-            step = estimate_step(prices.program, prices.cluster, behaviour=behaviour)
-            host, waits, seconds = need_of(prices), step.spent.axes.get("host", 0.0), step.seconds
-        else:
-            seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap)
+            host, waits = need_of(prices), spent_in(prices).axes.get("host", 0.0)
         if self._fastest is None or seconds < self._fastest[0]:
             self._fastest = seconds, solution, staging, peaks
         return Peak(rank, held, most, host, waits, seconds, over)
@@ -468,8 +466,7 @@ class MemoryFitter:
                 offload=self.offload,
             )
 
-        prices_of = self._pricing(solution)
-        return Peaks(prices_of(least_offload(build, prices_of, self.request.budget)))
+        return least_offload(build, self._pricing(solution), self.request.budget)
 
     def _pricing(self, solution: CandidateSolution) -> Callable[[Program], StagePrices]:
         """Prices programs of a solution."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from autoshard.schedules.timeline import in_flight_bytes
@@ -44,6 +45,11 @@ class Peaks:
     def all(self) -> tuple[tuple[ResidentBytes, float], ...]:
         """`of` every pipeline rank."""
         return tuple(self.of(rank) for rank in range(self.schedule.ranks))
+
+    @cached_property
+    def fullest(self) -> tuple[ResidentBytes, float]:
+        """`of` the rank that holds most."""
+        return max(self.all, key=itemgetter(1))
 
     def of(self, rank: int) -> tuple[ResidentBytes, float]:
         """(what the rank holds when it holds most, bytes at that point). What a part keeps for backward

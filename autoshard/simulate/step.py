@@ -121,26 +121,34 @@ def simulated(
     program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
 ) -> tuple[StepEstimate, StagePrices]:
     """`estimate_step`, with the prices it was made of."""
-    step = _Step(program, cluster, rank, behaviour or behaviour_on(cluster.device, program.codegen))
-    return step.estimate, step.prices
+    behaviour = behaviour or behaviour_on(cluster.device, program.codegen)
+    prices = StagePrices(program, cluster, rank, behaviour)
+    return _Step(prices).estimate, prices
+
+
+def spent_in(prices: StagePrices) -> Spent:
+    """What the simulated step of a program that was priced is spent on."""
+    return _Step(prices).spent
 
 
 class _Step:
-    def __init__(self, program: Program, cluster: Cluster, rank: int, behaviour: Behaviour) -> None:
-        self.program, self.cluster, self.behaviour = program, cluster, behaviour
-        self.prices = StagePrices(program, cluster, rank, behaviour)
-        self.peaks = Peaks(self.prices)
-        self.schedule = self.prices.schedule
-        self.timeline = simulate(self.schedule, self.prices.costs)
+    def __init__(self, prices: StagePrices) -> None:
+        self.prices, self.program, self.behaviour = prices, prices.program, prices.behaviour
+        self.schedule = prices.schedule
+        self.timeline = simulate(self.schedule, prices.costs)
+
+    @cached_property
+    def peaks(self) -> Peaks:
+        return Peaks(self.prices)
 
     @cached_property
     def estimate(self) -> StepEstimate:
         flop, dtype = program_flop(self.prices.pricer)
-        possible = self.seconds * self.cluster.peak(dtype, self.prices.whole.world_size)
+        possible = self.seconds * self.prices.cluster.peak(dtype, self.prices.whole.world_size)
         return StepEstimate(
             self.timeline,
             self.prices.costs.per_microbatch(self.schedule.slices),
-            self._spent(),
+            self.spent,
             tuple(self._stages()),
             tuple(self._rank(r) for r in range(self.schedule.ranks)),
             flop / possible if possible else 0.0,
@@ -156,7 +164,8 @@ class _Step:
     def _length(self, costs: StageCosts) -> float:
         return step_seconds(self.schedule, costs, self.behaviour.steps_overlap)
 
-    def _spent(self) -> Spent:
+    @property
+    def spent(self) -> Spent:
         ranks, ends = self.schedule.ranks, self.prices.ends
         costs = self.prices.costs
         at_once = self._length(self._without_sends(costs))

@@ -94,15 +94,22 @@ def test_few_programs_say_how_many_activations_have_to_be_in_host_memory(
         made = SimpleNamespace(share=share, ahead=ahead, offload=Offload.parse("activations"))
         return cast(Program, made)
 
-    def peak(program: SimpleNamespace) -> host_memory.DevicePeak:
-        return host_memory.DevicePeak(100 - 40 * program.share**bend - 10 * (not program.ahead), 50)
+    def peaks(program: SimpleNamespace) -> SimpleNamespace:
+        most = 100 - 40 * program.share**bend - 10 * (not program.ahead)
+        return SimpleNamespace(prices=SimpleNamespace(program=program), fullest=(held, most))
 
-    monkeypatch.setattr(host_memory, "peak_of", peak)
+    held = SimpleNamespace(activations=50)
+    monkeypatch.setattr(host_memory, "Peaks", peaks)
     monkeypatch.setattr(host_memory, "check_host", lambda prices: None)
     prices_of = cast(Callable[[Program], StagePrices], lambda program: program)
-    share = cast(SimpleNamespace, host_memory.least_offload(build, prices_of, 75)).share
+
+    def least_for(budget: int) -> SimpleNamespace:
+        peaks = host_memory.least_offload(build, prices_of, budget)
+        return cast(SimpleNamespace, peaks.prices.program)
+
+    share = least_for(75).share
     least = (25 / 40) ** (1 / bend)
     assert least <= share < least + 1 / 8 and len(tried) <= 5
     for budget, ahead in ((60, True), (55, False), (40, False)):
-        found = cast(SimpleNamespace, host_memory.least_offload(build, prices_of, budget))
+        found = least_for(budget)
         assert found.ahead == ahead and found.share > 0.9
