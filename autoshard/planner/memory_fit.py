@@ -206,6 +206,9 @@ class MemoryFitter:
                     return MemoryFit(tried)  # with more memory it does not fit
                 slower, low, share = tried, share, (share + high) / 2
                 continue
+            if best is not None and tried.placements.seconds >= best.seconds:
+                low, share = share, (share + high) / 2  # with as much memory the best still is better
+                continue
             cached = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
             if cached is None:
                 over, fit = self._over(tried)
