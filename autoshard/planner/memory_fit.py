@@ -320,12 +320,16 @@ class MemoryFitter:
             return error.missing, None
         if staging is not None and peak.over > 0:
             staging, peak = self._recut(tried, staging, peak)
-        kind, more = _kind_of(tried), peak.bytes - tried.placements.bytes
-        self._more.setdefault(kind, []).append((tried.placements.setting, more))
+        self.note(tried, peak)
         if peak.over > 0 and self.offload.activations:
             ours = _calls_of(tried)
             self._over_hosted[ours] = min(peak.over - _state(tried), self._over_hosted.get(ours, inf))
         return peak.over, MemoryFit(tried, staging, peak)
+
+    def note(self, solution: CandidateSolution, peak: Peak) -> None:
+        """What a program was measured to hold, which says something of others like it."""
+        more = peak.bytes - solution.placements.bytes
+        self._more.setdefault(_kind_of(solution), []).append((solution.placements.setting, more))
 
     def _recut(self, tried: CandidateSolution, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
         """Stages that leave room for what the first ones held too much, if there are any about as fast."""

@@ -207,7 +207,7 @@ class PlanningRequest:
         self.progress("planning with less memory")
         try:
             result = self._searched(
-                source, before.analysis, (), self.request, Searches(), before.solution, refit=before.width
+                source, before.analysis, (), self.request, Searches(), before.solution, refit=before
             )
         except InfeasibleError:
             return None
@@ -380,7 +380,7 @@ class PlanningRequest:
         request: SearchRequest,
         searches: Searches,
         among: CandidateSolution | None = None,
-        refit: float = 0.0,
+        refit: Planned | None = None,
     ) -> Planned:
         planned = plan_analysed(
             analysis,
@@ -468,7 +468,7 @@ def plan_analysed(
     reasons: bool = True,
     among: CandidateSolution | None = None,
     searches: Searches | None = None,
-    refit: float = 0.0,
+    refit: Planned | None = None,
     known: Incumbent | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
@@ -477,9 +477,9 @@ def plan_analysed(
     schedule of a pipeline is decided.
     offload: what lives in host memory, for which the cluster must know its host. reasons: False
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
-    a search over more meshes found, if these are what it led to. searches: before this one. refit: where that
-    solution is only to fit, how many times the memory it was searched with, else 0. known: what
-    cannot be faster is pruned. Raises InfeasibleError if nothing else fits.
+    a search over more meshes found, if these are what it led to. searches: before this one. refit: a plan
+    whose solution is only to fit. known: what cannot be faster is pruned. Raises InfeasibleError if nothing
+    else fits.
     """
     request = request or SearchRequest()
     request = replace(request, budget=memory, recipe=without_tables(request.recipe, analysis.folded))
@@ -488,8 +488,11 @@ def plan_analysed(
 
     fitter = MemoryFitter(analysis, cluster, request, fixed=fixed, progress=say, offload=offload)
     searches = searches or Searches()
-    if among is not None and refit:
-        solution, width = among, refit
+    if refit is not None:
+        assert refit.solution is not None
+        solution, width = refit.solution, refit.width
+        if refit.peak is not None and not offload:  # what waits in host memory would be something else
+            fitter.note(solution, refit.peak)
     else:
         searched = (analysis, meshes, cluster, request, say, fitter, searches, tuple(widths))
         solution, width = _chosen(*searched, known)
