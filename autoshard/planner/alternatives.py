@@ -42,13 +42,15 @@ _ROOM = 0.08
 @dataclass(frozen=True)
 class Alternative:
     """options: with its schedule. meshes: where, () for all that options allow. source: the model, with its
-    tiles and chunks of experts. text: what it is, in words. beat: what cannot be faster is pruned."""
+    tiles and chunks of experts. text: what it is, in words. beat: what cannot be faster is pruned. below: as
+    how many times the fastest step so far its step has to take less."""
 
     options: PlanOptions
     meshes: Sequence[Staged]
     source: Source
     text: str
     beat: Planned | None = None
+    below: float = 1 - WORTH
 
 
 #: a plan of the same batch that runs in another way, None if none fits
@@ -79,7 +81,7 @@ class Alternatives:
 
         def better(tried: Alternative) -> Planned | None:
             result = self.replan(of.planned, tried)
-            if result is not None and result.is_faster(fastest()):
+            if result is not None and result.step < tried.below * fastest().step:
                 best.insert(0, (tried, result))
             return result
 
@@ -88,10 +90,11 @@ class Alternatives:
 
         of = self
         if self._hosts:
-            self._try_tiles(better)
-            if best and fastest().step > (1 - _TILED) * self.planned.step:
-                best.clear()
-            self._try_host(better, fastest)
+            # on one mesh, as with experts, most need no tiles; over all meshes, the plan with tiles rules
+            # out much of the search without
+            ways = [self._try_tiles, self._try_host]
+            for way in reversed(ways) if experts_of(self.planned.analysis.model) else ways:
+                way(better, fastest)
         if best and fastest().step < (1 - _MUCH) * self.planned.step:
             of = replace(self, planned=fastest(), options=best[0][0].options)
         of._try_expert_chunks(better, fastest)
@@ -106,19 +109,21 @@ class Alternatives:
         may = device.kernels.multiprocessors and device.host is not None
         return bool(may) and not self.options.offload and not plan.offload
 
-    def _try_tiles(self, better: _Try) -> None:
-        """Activations that wait in host memory, and what is wide in tiles, where memory asks for most layers
-        to be recomputed in full: what does not wait for backward cannot be in host memory."""
-        assert self.planned.solution is not None
-        folded, config = self.planned.analysis.folded, self.planned.solution.configuration
-        full = sum(r.calls for r in self.planned.plan.recompute.values() if r.policy == "full")
+    def _try_tiles(self, better: _Try, fastest: Callable[[], Planned]) -> None:
+        """Activations that wait in host memory, and what is wide in tiles, where memory still asks for most
+        layers to be recomputed in full: what does not wait for backward cannot be in host memory."""
+        before = fastest()
+        assert before.solution is not None
+        folded, config = before.analysis.folded, before.solution.configuration
+        full = sum(r.calls for r in before.plan.recompute.values() if r.policy == "full")
         few = tokens_of(folded) < config.mesh.world_size * config.pipe.ranks * TILE_ROWS
         if self.options.tile_rows is not None or self.source.tile_rows or few:
             return
         if full > _MOST_LAYERS * sum(layer_calls(folded).values()):
             source = replace(self.source, tile_rows=TILE_ROWS)
             text = f"tiles of {TILE_ROWS:,} tokens in MLPs, head and loss, and "
-            better(self._hosted(source, text, self.planned))
+            below = min(1.0, (1 - _TILED) * self.planned.step / before.step)
+            better(replace(self._hosted(source, text, before), below=below))
 
     def _try_host(self, better: _Try, fastest: Callable[[], Planned]) -> None:
         """Activations that wait in host memory, where that may spare recomputing, or tiles."""

@@ -255,7 +255,8 @@ class PlanningRequest:
         request = replace(self.request, batch=total, baselines=False)
         # as wide as the memory is, the plan stands
         widths = (planned.width,) if planned.plan.offload else _WIDER[1:]
-        searcher = replace(self, options=new.options, widths=widths)
+        known = None if new.beat is None else new.beat.incumbent
+        searcher = replace(self, options=new.options, widths=widths, known=known)
         try:
             if new.source != planned.source:
                 analysis = new.source.analysed_from(analysis.captured, self.progress)
@@ -263,8 +264,7 @@ class PlanningRequest:
                 among = planned.solution
                 result = searcher._searched(new.source, analysis, new.meshes, request, searches, among)
             else:
-                known = None if new.beat is None else new.beat.incumbent
-                searcher = replace(searcher, options=replace(new.options, baselines=False), known=known)
+                searcher = replace(searcher, options=replace(new.options, baselines=False))
                 result = searcher._of_any_batch(new.source, analysis, searches)
                 assert result.solution is not None and planned.solution is not None
                 solution = replace(result.solution, baselines=planned.solution.baselines)
@@ -361,7 +361,7 @@ class PlanningRequest:
         alone = source.with_batch(analysis, 1).analysed(self.progress)
         request = replace(self.request, batch=planned.plan.microbatches, baselines=False)
         try:
-            return self._searched(
+            return replace(self, known=None)._searched(
                 source, alone, same_as(meshes, planned), request, searches, planned.solution
             )
         except InfeasibleError:
@@ -396,7 +396,7 @@ class PlanningRequest:
             among=among,
             searches=searches,
             refit=refit,
-            known=self.known if among is None else None,
+            known=self.known,
         )
         return replace(
             planned,
