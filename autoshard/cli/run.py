@@ -30,13 +30,13 @@ DataOption = Annotated[
 ClipOption = Annotated[
     float, typer.Option("--clip", min=0.0, help="largest norm of all gradients together; 0: no clipping")
 ]
-LogOption = Annotated[
+MetricsOption = Annotated[
     Path | None,
-    typer.Option("--log", metavar="FILE", help="a line of JSON per step; refused if FILE exists"),
+    typer.Option("--metrics", metavar="FILE", help="a line of JSON per step; refused if FILE exists"),
 ]
 PeakOption = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME|FILE", help="whose peak the mfu of --log is a share of"),
+    typer.Option("--cluster", metavar="NAME|FILE", help="whose peak the mfu of --metrics is a share of"),
 ]
 
 CodegenOption = Annotated[
@@ -62,7 +62,7 @@ def run_command(
     data: DataOption = None,
     seed: opt.SeedOption = 0,
     clip: ClipOption = 1.0,
-    log: LogOption = None,
+    metrics: MetricsOption = None,
     cluster: PeakOption = None,
     codegen: CodegenOption = "",
     cuda_graphs: GraphsOption = None,
@@ -92,7 +92,7 @@ def run_command(
         first = int(os.environ.get("RANK", 0)) == 0
         say = Progress(quiet=not first)
         # before anything that takes time, since it may be refused
-        steps_log = None if log is None else StepLog(log, _work(program, cluster), first=first)
+        steps_log = None if metrics is None else StepLog(metrics, _work(program, cluster), first=first)
         with _process_group(Mesh.parse(program.full_mesh), folder):
             say(f"building {target or program.target}")
             built = model_of(program, folder, target, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -283,7 +284,7 @@ def test_run_on_one_process(invoke: Invoke) -> None:
 
 def test_a_log_of_steps(invoke: Invoke, place: Path) -> None:
     assert invoke("compile", "t:mlp", "--mesh", "dp=1", "-o", "logged").exit_code == 0
-    again = ("run", "logged", "--steps", "2", "--clip", "0", "--log", "one.jsonl")
+    again = ("run", "logged", "--steps", "2", "--clip", "0", "--metrics", "one.jsonl")
     assert invoke(*again).exit_code == 0
     text = (place / "one.jsonl").read_text()
     for row in map(json.loads, text.splitlines()):
@@ -292,7 +293,22 @@ def test_a_log_of_steps(invoke: Invoke, place: Path) -> None:
     refused = invoke(*again)
     assert refused.exit_code == 2 and "one.jsonl exists already" in refused.stderr
     assert (place / "one.jsonl").read_text() == text
-    assert invoke("run", "logged", "--log", "none/such.jsonl").exit_code == 2
+    assert invoke("run", "logged", "--metrics", "none/such.jsonl").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["run", "profile"])
+def test_torchrun_takes_no_option_for_one_of_its_own(name: str) -> None:
+    """Its parser also reads what follows ``-m autoshard``, and refuses the beginning of several options."""
+    from torch.distributed.run import get_args_parser
+    from typer.main import get_group
+
+    options = [o for p in get_group(app).commands[name].params for o in p.opts if o.startswith("--")]
+    assert len(options) > 5
+    theirs = re.findall(r"--[\w-]+", get_args_parser().format_help())
+    assert [(o, t) for o in options for t in theirs if t.startswith(o)] == []
+    for option in options:
+        given = ["-m", "autoshard", name, option]
+        assert get_args_parser().parse_args(given).training_script_args == given[2:]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -427,7 +443,7 @@ for norm_type in (1.0, 2.0, 3.0, float("inf")):
         torch.testing.assert_close(p.grad.full_tensor(), g * min(1.0, 0.1 / (norm + 1e-6)))
     torch.testing.assert_close(extra.grad, torch.full((3,), 0.25) * min(1.0, 0.1 / (norm + 1e-6)))
 os.chdir(Path(__file__).parent)
-log = ["--log", sys.argv[3], "--cluster", "cpu-gloo"]
+log = ["--metrics", sys.argv[3], "--cluster", "cpu-gloo"]
 with open(f"found-{os.environ['RANK']}.json", "w") as found, contextlib.redirect_stdout(found):
     app(["run", sys.argv[2], "--steps", "4", "--clip", "0.5", "--json", *log])
 """
