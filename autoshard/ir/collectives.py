@@ -161,14 +161,31 @@ _ROWS = (
     *(*EXPERT_EXCHANGES, EXPERT_RELAY, ALL_GATHER_MM, MM_REDUCE_SCATTER),
     *(RING_ATTENTION, RING_ATTENTION_BACKWARD),
 )
+
+
+def _once(rows: Sequence[CollectiveSpec], field: str) -> dict[Any, CollectiveSpec]:
+    """A field of the rows, where it is not None, -> its row. Raises ValueError if two rows have the same."""
+    result: dict[Any, CollectiveSpec] = {}
+    for spec in rows:
+        value = getattr(spec, field)
+        if value is not None and (first := result.setdefault(value, spec)) is not spec:
+            raise ValueError(f"the rows {first.op} and {spec.op} of ir/collectives.py have the same {field}")
+    return result
+
+
+def _first_layout(rows: Sequence[CollectiveSpec], bucket: bool) -> dict[TransferKind, CollectiveSpec]:
+    """Transfer -> its first row of family ``layout``; a pass may emit the ops of later ones itself."""
+    fitting = [spec for spec in rows if spec.family == "layout" and spec.bucket is bucket]
+    return {spec.transfer: spec for spec in reversed(fitting)}
+
+
 #: op -> its row
-COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({spec.op: spec for spec in _ROWS})
+COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType(_once(_ROWS, "op"))
 #: what it does to a placement -> the collective of one tensor, and of several, that does so with all bits
 TENSOR_COLLECTIVES, BUCKET_COLLECTIVES = (
-    MappingProxyType({s.transfer: s for s in _ROWS if s.family == "layout" and s.bucket is bucket})
-    for bucket in (False, True)
+    MappingProxyType(_first_layout(_ROWS, bucket)) for bucket in (False, True)
 )
-_BETWEEN = {spec.between: spec for spec in _ROWS if spec.between is not None}
+_BETWEEN = _once(_ROWS, "between")
 
 
 def spec_of(node: Node) -> CollectiveSpec | None:

@@ -6,13 +6,15 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from whole.test_layout import ROOT, sources
 
-from autoshard.ir import Node, Origin, TensorType
+from autoshard.ir import Node, Origin, TensorType, collectives
 from autoshard.ir.collectives import (
+    ALL_GATHER,
     BUCKET_COLLECTIVES,
     COLLECTIVES,
     EXPERT_EXCHANGES,
@@ -90,6 +92,21 @@ def test_each_change_of_a_placement_has_one_collective() -> None:
         wanted = None if none else steps.get((type(before), type(after)))
         assert transfer_between(before, after) == wanted, (before, after)
     assert set(TENSOR_COLLECTIVES) == set(WHERES) == set(steps.values())
+
+
+def test_a_second_row_of_a_transfer_replaces_none() -> None:
+    rows = tuple(COLLECTIVES.values())
+    second = replace(ALL_GATHER, op="comm.gather_that_no_row_has.default", between=None)
+    assert collectives._first_layout((*rows, second), False) == TENSOR_COLLECTIVES
+    assert list(collectives._once((*rows, second), "op").values()) == [*rows, second]
+    for odd, field in (
+        (replace(second, op=ALL_GATHER.op), "op"),
+        (replace(second, between=ALL_GATHER.between), "between"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"the rows {ALL_GATHER.op} and {odd.op} .* have the same {field}"
+        ):
+            collectives._once((*rows, odd), field)
 
 
 @pytest.mark.parametrize(
