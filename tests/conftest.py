@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from sampling import sampled, unlike
+from sampling import VARIABLE, sampled, unlike
 
 settings.register_profile("autoshard", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("autoshard")
@@ -30,6 +30,12 @@ settings.load_profile("autoshard")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Each file of tests/golden is written by a case of its own, so all cases run."""
+    if config.getoption("--update-golden"):
+        os.environ[VARIABLE] = "1"
 
 
 #: files whose plans are of the same models: one worker runs them all, and makes each plan once

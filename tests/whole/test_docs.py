@@ -17,7 +17,7 @@ PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 #: where a path in backticks may start
 STARTS = (ROOT, ROOT / "autoshard")
 #: what readers are told to write, or what commands write
-THEIRS = ("my", "scale_rows", "example.py", "file.py", "parallel.py", "original.py")
+THEIRS = ("my", "multiply_rows", "example.py", "file.py", "parallel.py", "original.py")
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
