@@ -58,7 +58,6 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
             hint=f"torchrun --nproc-per-node {wanted.world_size} ...",
         )
     init_world(wanted)
-    _check_world(dist.get_world_size(), wanted)
     new = init_device_mesh(world_device_type(), wanted.sizes, mesh_dim_names=wanted.names)
     # torch gives the groups of a mesh half an hour, whatever init_process_group was told
     for axis in range(new.ndim):
@@ -71,11 +70,12 @@ def init_world(wanted: Mesh | None) -> None:
 
     wanted: the mesh that the ranks are for, where it is known. Raises UsageError if it is of another size.
     """
-    if dist.is_initialized() or "RANK" not in os.environ:
+    if not dist.is_initialized() and "RANK" not in os.environ:
         return
     if wanted is not None:
-        _check_world(int(os.environ["WORLD_SIZE"]), wanted)
-    init_process_group()
+        _check_world(world_size(), wanted)
+    if not dist.is_initialized():
+        init_process_group()
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
