@@ -58,8 +58,9 @@ def read_plan(folder: Path) -> tuple[Plan, Request]:
         plan_text = (folder / "plan.json").read_text(encoding="utf-8")
         request_text = (folder / "request.json").read_text(encoding="utf-8")
     except OSError as error:
+        why = f"{error.strerror}: {error.filename}"
         raise UsageError(
-            f"{folder} is not a plan folder", why=str(error), hint="autoshard plan ... -o DIR"
+            f"{folder} is not a plan folder", why=why, hint="autoshard plan ... -o DIR"
         ) from None
     try:
         raw = json.loads(request_text)

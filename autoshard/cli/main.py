@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from autoshard._version import __version__
 from autoshard.capture.garbage import collected_rarely
@@ -18,15 +21,50 @@ from autoshard.cli.diff import diff_command
 from autoshard.cli.explain import explain_command
 from autoshard.cli.export import export_command
 from autoshard.cli.inspect import inspect_command
+from autoshard.cli.output import print_error
 from autoshard.cli.plan import plan_command
 from autoshard.cli.profile import profile_command
 from autoshard.cli.run import run_command
 from autoshard.cli.simulate import simulate_command
 from autoshard.cli.validate import validate_command
 from autoshard.cli.verify import verify_command
+from autoshard.errors import UsageError
+
+#: of wrong options and arguments; typer has a copy of click in some versions, and names it nowhere
+_USAGE: type[Any] = typer.BadParameter.__mro__[1]
+
+
+@contextmanager
+def _worded() -> Iterator[None]:
+    """Wrong options and arguments in the words of all other errors."""
+    try:
+        yield
+    except _USAGE as error:
+        what, why = error.format_message().rstrip("."), ""
+        if isinstance(error, typer.BadParameter):
+            what, _, why = what.partition(": ")
+        hint = f"{error.ctx.command_path} --help" if error.ctx else ""
+        print_error(UsageError(what[:1].lower() + what[1:], why=why, hint=hint))
+        raise typer.Exit(UsageError.exit_code) from None
+
+
+class _Commands(TyperGroup):
+    """The commands, with errors of their options in the words of all others."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:
+            return super().parse_args(ctx, args)  # help
+        with _worded():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _worded():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="autoshard",
+    cls=_Commands,
     help="A PyTorch model and a device mesh in, one program per rank out.",
     no_args_is_help=True,
     add_completion=False,

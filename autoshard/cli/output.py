@@ -39,14 +39,14 @@ def reporting(debug: bool) -> Iterator[None]:
     except AutoshardError as error:
         if debug:
             raise
-        _print_error(error)
+        print_error(error)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         stderr().print("[bold red]interrupted:[/] nothing was written")
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _print_error(error: AutoshardError) -> None:
+def print_error(error: AutoshardError) -> None:
     """Under torchrun, rank 0 says it all and the others one line."""
     rank = int(os.environ.get("RANK", 0))
     console = stderr()

@@ -74,7 +74,8 @@ def ranks_of(where: Mesh | Cluster, options: PlanOptions) -> int:
         devices = int(os.environ.get("WORLD_SIZE", where.devices or 0))
     if not devices:
         raise UsageError(
-            f"cluster {where.name} does not say how many devices to use", hint="pass devices=N (--gpus N)"
+            f"cluster {where.name} does not say how many devices to use",
+            hint="--gpus N, or devices=N in Python",
         )
     return devices
 

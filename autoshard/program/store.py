@@ -279,7 +279,7 @@ def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_re
     try:
         raw = json.loads(_text(root / "manifest.json"))
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{root} is not a program folder", why="it has no manifest.json") from None
+        raise _no_program(root) from None
     except (OSError, ValueError, RecursionError) as error:
         raise VerificationError(
             f"{root}/manifest.json cannot be read", why=str(error), hint=RECOMPILE
@@ -293,6 +293,19 @@ def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_re
             f"{root} is not a whole program folder", why=f"{type(error).__name__}: {error}", hint=RECOMPILE
         )
         raise _of_version(new, raw) from None
+
+
+def _no_program(root: Path) -> UsageError:
+    """Why a path without a manifest is not a program: what else it is."""
+    plan = root.parent if root.name == "plan.json" else root
+    if (plan / "manifest.json").is_file():
+        return UsageError(f"{root} is a file of a program folder", hint=f"give the folder, {plan}")
+    if (plan / "plan.json").is_file():
+        hint = f"autoshard compile --plan {plan} -o DIR"
+        return UsageError(f"{root} is a plan, not a program", why="a plan is not compiled yet", hint=hint)
+    why = "it has no manifest.json" if root.is_dir() else "there is no such folder"
+    hint = "autoshard compile TARGET --mesh dp=2,tp=2 -o DIR writes one"
+    return UsageError(f"{root} is not a program folder", why=why, hint=hint)
 
 
 def _of_version(error: VerificationError, manifest: object) -> VerificationError:

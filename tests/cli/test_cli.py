@@ -348,6 +348,36 @@ def test_bad_input(invoke: Invoke, place: Path, code: int, command: str, words: 
     assert sorted(p.name for p in place.iterdir()) == before  # nothing half-written
 
 
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("compile t:mlp --mesh dp=2 --batch 0 -o never", "error: invalid value for '--batch'"),
+        ("compile t:mlp --bogus -o never", "error: no such option: --bogus"),
+        ("compile t:mlp", "error: missing option"),
+        ("compil", "error: no such command 'compil'"),
+        ("--bogus", "error: no such option: --bogus"),
+        ("verify nowhere", "why:   there is no such folder"),
+        ("check-config nowhere.sh t:mlp", "why:   No such file or directory"),
+        ("compile t:mlp --cluster h100-dgx -o never", "try:   --gpus N"),
+    ],
+)
+def test_wrong_words_are_errors_like_others(invoke: Invoke, command: str, words: str) -> None:
+    result = invoke(*command.split())
+    assert result.exit_code == 2 and words in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("  try:   ")
+    assert result.stdout == "" and "\u2500" not in result.stderr and "Errno" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "run"])
+def test_a_plan_is_no_program(invoke: Invoke, program: str, command: str) -> None:
+    assert invoke("plan", "t:mlp", "--mesh", "dp=2", "-o", "planned", "--overwrite").exit_code == 0
+    for path in ("planned", "planned/plan.json"):
+        result = invoke(command, path)
+        assert result.exit_code == 2 and f"{path} is a plan, not a program" in result.stderr
+        assert "try:   autoshard compile --plan planned -o DIR" in result.stderr
+    assert f"give the folder, {program}" in invoke(command, f"{program}/plan.json").stderr
+
+
 def test_infeasible_memory_names_the_binding_term(invoke: Invoke) -> None:
     result = invoke("plan", "t:mlp", "--mesh", "tp=2", "--memory", "4KiB")
     assert result.exit_code == 4 and "the binding term is parameters" in result.stderr

@@ -47,7 +47,8 @@ def read_config(path: Path, tool: str | None) -> tuple[str, Settings]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}", why=str(error)) from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {path}", why=why, hint="the path of a tool's config") from error
     name = tool or next((n for n, form in FORMATS.items() if form.recognised(text)), None)
     if name is None:
         raise UsageError(
