@@ -28,6 +28,7 @@ class Planned:
     The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
     saves `compile` from capturing it again if that is the plan's microbatch. solution: what the plan is
     thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
+    several: what meshes were searched with, where the microbatch's analysis, of one sequence, came after.
     staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
     where no limit was set. peaks: makes its program anew and looks at all ranks. device: what a process takes
     of its device, see `planned_for_device`. width: times the memory that the search was given, more than one
@@ -44,6 +45,7 @@ class Planned:
     peaks: Callable[[], Peaks] | None = field(default=None, repr=False)
     width: float = 1.0
     device: DeviceMemory | None = None
+    several: Analysis | None = field(default=None, repr=False)
 
     def of_microbatch(self, say: Progress) -> Planned:
         """The same, with the analysis of one microbatch of the plan: captured again if need be.
@@ -60,6 +62,11 @@ class Planned:
             )
         source = self.source.with_batch(self.analysis, batch)
         return replace(self, analysis=source.analysed(say), source=source)
+
+    @property
+    def searched(self) -> Analysis:
+        """Of a batch that other meshes can be searched with."""
+        return self.several or self.analysis
 
     @property
     def step(self) -> float:

@@ -238,7 +238,7 @@ class PlanningRequest:
     def _with_room(self, planned: Planned, searches: Searches) -> float:
         """Seconds of the best step if there were more memory, by the search's prices alone."""
         self.progress("looking at what more memory would give")
-        analysis, budget = planned.analysis, self.memory and int(_WIDER[2] * self.memory)
+        analysis, budget = planned.searched, self.memory and int(_WIDER[2] * self.memory)
         request = replace(self.request, budget=budget, baselines=False)
         try:
             meshes = self._candidates(analysis)
@@ -249,7 +249,7 @@ class PlanningRequest:
 
     def _replanned(self, searches: Searches, planned: Planned, new: Alternative) -> Planned | None:
         """A plan of the same batch that runs in another way, None if none fits."""
-        plan, analysis = planned.plan, planned.analysis
+        plan, analysis = planned.plan, planned.analysis if new.meshes else planned.searched
         self.progress(f"planning with {new.text}")
         total = None if self.batch is None else plan.batch * plan.microbatches or self.batch
         request = replace(self.request, batch=total, baselines=False)
@@ -361,9 +361,10 @@ class PlanningRequest:
         alone = source.with_batch(analysis, 1).analysed(self.progress)
         request = replace(self.request, batch=planned.plan.microbatches, baselines=False)
         try:
-            return replace(self, known=None)._searched(
+            result = replace(self, known=None)._searched(
                 source, alone, same_as(meshes, planned), request, searches, planned.solution
             )
+            return replace(result, several=analysis)
         except InfeasibleError:
             # what was about to fill the memory fills it now
             larger = _of_more(meshes, planned.plan.microbatches)

@@ -33,7 +33,7 @@ from autoshard.cost.step_time import (
     step_time,
     weights,
 )
-from autoshard.errors import InfeasibleError
+from autoshard.errors import BatchError, InfeasibleError
 from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.local_bytes import held_numel
 from autoshard.ir.row_tiles import TILES, tiles_of
@@ -170,6 +170,11 @@ def test_microbatches_of_one_sequence_equal_eager(mesh: str) -> None:
         batch_of(made.analysis.folded) == 1
         and made.plan.optimality.dual_bound <= made.solution.configuration_bound
     )
+    # other meshes are searched with the whole batch: a graph of one sequence does not tell which dim is its
+    assert batch_of(made.searched.folded) == BATCH
+    request, wide = SearchRequest(batch=BATCH), [Mesh.parse("fsdp=2,tp=2"), Mesh.parse("fsdp=4")]
+    with pytest.raises(BatchError):  # not as if they were slower
+        choose(made.analysis.model, wide, made.cluster, request, known=made.incumbent)
     program = autoshard.compile(model, made).program
     assert verify(program, model, (), inputs, steps=1).ok
 

@@ -216,6 +216,7 @@ class _Search:
             if not self.solved:
                 raise
             self.exact.interrupted = True  # what is known by now still gives a plan
+        known = known if self.solved else None  # shapes that cannot be searched are not slower ones
         return self.exact.best(ranked, known) or self.exact.nothing(self.solved, self.total)
 
     def _best_division(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
