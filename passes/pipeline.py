@@ -45,6 +45,7 @@ from autoshard.passes.simplify.attention_parts import attention_parts
 from autoshard.passes.simplify.band_masks import band_masks
 from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.simplify.cast_products import ProductCasts, cast_products
+from autoshard.passes.simplify.causal_convs import causal_convs
 from autoshard.passes.simplify.count_once import count_once
 from autoshard.passes.simplify.decompose import decompose
 from autoshard.passes.simplify.fold_repeats import fold_repeats
@@ -301,6 +302,7 @@ SIMPLIFYING = (
         needs="canonical",
     ),
     _pass("attention_parts", lambda folded, c: attention_parts(folded), needs="canonical"),
+    _pass("causal_convs", lambda folded, c: causal_convs(folded), needs="canonical"),
 )
 #: up to ops on global tensors with their collectives
 PARTITIONING = (

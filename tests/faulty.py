@@ -56,6 +56,8 @@ def good(name: str) -> Program:
         return flat("llama-long", "cp=4", "h100-dgx")
     if name == "merged":
         return flat("bart-long", "cp=4", "h100-dgx")
+    if name == "halos":
+        return flat("mamba2-long", "cp=4", "h100-dgx")
     if name == "documents":
         return flat("gemma2-packed", "cp=4", "h100-dgx")
     if name in _RINGS:

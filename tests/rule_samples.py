@@ -413,6 +413,7 @@ def _matmuls(m: Make) -> Iterator[OpSample]:
     x, w = m.real(4, 3, 5), m.real(3, 6, 2)
     g = torch.ops.aten.convolution(x, w, None, *turned)
     yield OpSample("aten.convolution_backward.default", (g, x, w, [6], *turned, [True, True, True]))
+    yield from _causal_convs(m)
     offs = torch.tensor([2, 5, 9], dtype=torch.int32)
     rows, weights = m.real(9, 6).float(), m.real(3, 6, 4).float()
     yield OpSample("transformers.grouped_mm_fallback.default", (rows, weights, offs))
@@ -869,6 +870,19 @@ def _attention(m: Make) -> Iterator[OpSample]:
         out, lse = torch.ops.autoshard.sdpa(q, k, v, *told)
         args = (torch.randn_like(out), q, k, v, out, lse, *told)
         yield OpSample("autoshard.sdpa_backward.default", args)
+
+
+def _causal_convs(m: Make) -> Iterator[OpSample]:
+    """In chunks with halos of any values, and in one piece."""
+    for chunks, taps, dilation, bias in ((1, 4, 1, True), (4, 4, 1, False), (8, 3, 2, True)):
+        x, grad, weight = m.real(4, 6, 6 * chunks), m.real(4, 6, 6 * chunks), m.real(6, 1, taps)
+        shape = 4, 6, chunks, (taps - 1) * dilation
+        before, after = (m.real(*shape), m.real(*shape)) if chunks > 1 else (None, None)
+        args = (x, before, weight, m.real(6) if bias else None, dilation)
+        yield OpSample("autoshard.causal_conv.default", args)
+        for mask in ([True, True, bias], [False, True, bias], [True, False, False]):
+            args = (grad, x, before, after, weight, dilation, mask)
+            yield OpSample("autoshard.causal_conv_backward.default", args)
 
 
 def _few_queries(m: Make) -> Iterator[OpSample]:

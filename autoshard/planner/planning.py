@@ -132,7 +132,7 @@ class PlanningRequest:
                 break  # as asked for, or it fits
             assert result.source is not None
             if result.source.tile_rows != source.tile_rows:
-                source, analysis, searches = result.source, result.analysis, Searches()
+                source, analysis, searches = result.source, result.searched, Searches()
             less = (request.memory or self.memory) - result.device.missing
             if attempt and result.peak is not None:
                 # that was no help: what is reserved falls by less than what a plan holds
@@ -148,7 +148,7 @@ class PlanningRequest:
             else:
                 break  # the plan before stands, and its device says that it does not fit
         for alternative, faster in request._faster(result, searches):
-            other, held = request._on_less(self._on_device(faster), alternative, result)
+            other, held = request._on_less(self._on_device(faster), alternative, result, searches)
             if other.device is None or not other.device.missing:
                 result, request = other, held
                 break
@@ -163,10 +163,10 @@ class PlanningRequest:
         return replace(result, plan=replace(result.plan, warnings=(*result.plan.warnings, *notes, text)))
 
     def _on_less(
-        self, planned: Planned, new: Alternative, slower: Planned
+        self, planned: Planned, new: Alternative, slower: Planned, searches: Searches
     ) -> tuple[Planned, PlanningRequest]:
         """Another way to run a plan, with less memory as long as it misses its device and is faster than a
-        plan before; and the request with so much."""
+        plan before; and the request with so much. searches: that led to it."""
         request, first = self, planned
         for attempt in range(MOST_REPLANS):
             memory = request.memory
@@ -177,7 +177,7 @@ class PlanningRequest:
             )
             smaller = replace(request, options=new.options)._refitted(planned, new.source)
             if smaller is None or not smaller.is_faster(slower):
-                smaller = request._replanned(Searches(), first, new)
+                smaller = request._replanned(searches, first, new)
             if smaller is None or not smaller.is_faster(slower):
                 break
             planned = self._on_device(smaller)

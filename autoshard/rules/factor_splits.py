@@ -128,16 +128,21 @@ def _tensors(node: Node, rule: Factored) -> list[tuple[str, Dims]]:
 
 
 def _into_factor(part: Part, factors: Iterable[int], sizes: tuple[int, ...]) -> tuple[int, Part] | None:
-    """The factor a part of a dim lies in, and the part relative to it."""
+    """The factor a part of a dim lies in, and the part relative to it. A zigzag of positions is one of chunks
+    of them: where ranks have equal numbers of chunks (`shard_of_digit`), it is the same placement."""
     outer, size = part
     above = 1
+    chunks: tuple[int, Part] | None = None
     for factor in factors:
         inside = outer % above == 0 and (above * sizes[factor]) % (outer * size) == 0
         inside = inside and (outer > 0 or outer // above % 2 == 0)
         if abs(outer) >= above and inside:
             return factor, (outer // above, size)
+        blocks, rest = divmod(-outer, above)
+        if outer < 0 and chunks is None and not rest and blocks > 1 and sizes[factor] % (2 * blocks) == 0:
+            chunks = factor, (-blocks, sizes[factor] // blocks)
         above *= sizes[factor]
-    return None
+    return chunks if above == -outer * size else None
 
 
 def find_digits(folded: Folded, flow: Flow, rules: dict[tuple[str, int], Factored]) -> DigitTable:

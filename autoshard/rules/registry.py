@@ -11,6 +11,7 @@ from autoshard.ir import Folded, Node, TensorType, refs_of
 from autoshard.ir.row_tiles import TILES
 from autoshard.rules import (
     attention,
+    causal_conv,
     create,
     embedding,
     experts,
@@ -50,6 +51,7 @@ _FAMILIES = {
         loss,
         attention,
         recurrent,
+        causal_conv,
         index,
         create,
         experts,

@@ -20,6 +20,8 @@ RING_DOCUMENTS = ("ring-documents",)
 RINGS = ("ring", *REACH, *RING_DOCUMENTS)
 #: a program that merges attention over parts of the keys
 MERGED = ("merged",)
+#: a program whose convolutions have chunks of the sequence, with the ends of their neighbours
+HALOS = ("halos",)
 _SAID = rules("function", "arguments", "collective", "placement")
 
 
@@ -186,7 +188,39 @@ def values_for_keys(program: Program) -> Iterator[Fault]:
             yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
 
 
+def _convolutions(program: Program) -> Iterator[tuple[str, int, Node]]:
+    return (site for site in sites(program) if site[2].op.startswith("autoshard.causal_conv"))
+
+
+def no_halo(program: Program) -> Iterator[Fault]:
+    """Chunks begin as if there were none before them."""
+    for name, number, node in _convolutions(program):
+        at = 2 if "backward" in node.op else 1
+        wrong = replace(node, args=(*node.args[:at], None, *node.args[at + 1 :]))
+        yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
+def other_neighbour(program: Program) -> Iterator[Fault]:
+    """Chunks are given the ends of the neighbour on their other side."""
+    for name, number, node in sites(program):
+        if node.op == "aten.constant_pad_nd.default" and node.name.startswith("halo"):
+            x, (*inner, left, right), value = node.args
+            wrong = replace(node, args=(x, (*inner, right, left), value))
+            yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
+def other_dilation(program: Program) -> Iterator[Fault]:
+    """A convolution of positions that are farther from each other."""
+    for name, number, node in _convolutions(program):
+        at = 5 if "backward" in node.op else 4
+        wrong = replace(node, args=(*node.args[:at], node.args[at] + 1, *node.args[at + 1 :]))
+        yield Fault(replaced(program, name, number, wrong), _SAID, (node.outs[0],))
+
+
 KINDS: dict[str, Kind] = {
+    "chunks without a halo": Kind(no_halo, HALOS),
+    "halos of the other neighbour": Kind(other_neighbour, HALOS),
+    "a convolution of other positions": Kind(other_dilation, HALOS),
     "parts of attention added up": Kind(parts_added_up, MERGED),
     "parts of attention merged as a loss": Kind(merged_statistics, MERGED),
     "keys for values in a part": Kind(values_for_keys, MERGED),

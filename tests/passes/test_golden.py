@@ -62,6 +62,7 @@ ELSEWHERE = {
     "narrow_gathers": "passes/test_cast_products.py",
     "group_keys": "passes/test_group_keys.py",
     "attention_parts": "passes/test_attention_parts.py",
+    "causal_convs": "passes/test_causal_convs.py",
     "axis_levels": "passes/test_axis_levels.py",
     "ring_products": "passes/test_ring_products.py",
     "allreduce_to_reduce_scatter": "passes/test_hierarchy.py",

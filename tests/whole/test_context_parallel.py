@@ -59,7 +59,7 @@ def test_parts_of_few_queries_are_merged(mesh: str, cluster: str) -> None:
 
 
 def test_chunks_of_a_scan_are_divided() -> None:
-    """Ranks work on chunks of their own; states of chunks pass on."""
+    """Ranks work on chunks of their own; states of chunks pass on, and to convolutions the ends of chunks."""
     found = program("mamba2-long", "cp=4", "h100-dgx")
     products = [
         isinstance(segment.layouts[node.name][0], Shard)
@@ -68,6 +68,13 @@ def test_chunks_of_a_scan_are_divided() -> None:
         if node.op == "aten.bmm.default"
     ]
     assert sum(products) > len(products) / 2  # others are small
+    layouts = [
+        segment.layouts[node.args[0].name][0]
+        for segment in found.lowered.segments.values()
+        for node in segment.graph.nodes
+        if node.op.startswith("autoshard.causal_conv")
+    ]
+    assert Shard(2) in layouts
     errors = compare_step(found, *family("mamba2-long").make())
     assert max(errors.values()) < RTOL
     report = verify_static(found)
