@@ -401,6 +401,14 @@ def _matmuls(m: Make) -> Iterator[OpSample]:
         yield OpSample("aten.convolution.default", (m.real(5, 3, 7, 6), m.real(6, 3, 3, 3), bias, *plain))
     grouped = [[1], [1], [1], False, [0], 2]
     yield OpSample("aten.convolution.default", (m.real(4, 4, 7), m.real(6, 2, 3), m.real(6), *grouped))
+    for out in (6, 12):  # one filter a channel, and two
+        depthwise = [[1], [1], [1], False, [0], 6]
+        x, w = m.real(4, 6, 7), m.real(out, 1, 3)
+        yield OpSample("aten.convolution.default", (x, w, m.real(out), *depthwise))
+        g = torch.ops.aten.convolution(x, w, None, *depthwise)
+        for mask in ([True, True, True], [True, False, False]):
+            sizes = [out] if mask[2] else None
+            yield OpSample("aten.convolution_backward.default", (g, x, w, sizes, *depthwise, mask))
     turned = [[2], [0], [1], True, [0], 1]
     yield OpSample("aten.convolution.default", (m.real(4, 3, 5), m.real(3, 6, 2), m.real(6), *turned))
     for mask in ([True, True, True], [False, True, False]):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
-from autoshard.ir import Node, Ref, TensorType
+from autoshard.ir import Arg, Node, Ref, TensorType
 from autoshard.rules.core import Builder, Dim, Factored, RuleFn, einsum, opaque
 from autoshard.rules.local import LocalCall
 
@@ -87,21 +87,24 @@ def dot(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def convolution(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """Input [b, c, ...], weight [o, c/groups, k...], bias [o]; batch and output channels may be split."""
+    """Input [b, c, ...], weight [o, c/groups, k...], bias [o]; batch and output channels may be split, and
+    with a group for each input channel these, too."""
     out = node.types[0]
     assert out is not None
     build = Builder()
+    groups, transposed = node.args[8], node.args[6]
+    depthwise = not transposed and groups == ins[0].shape[1]
     batch, channels = build.new(ins[0].shape[0]), build.new(ins[0].shape[1])
-    new = build.new(out.shape[1])
+    new = (*channels, *build.new(out.shape[1] // groups)) if depthwise else build.new(out.shape[1])
     space = build.dims(ins[0].shape[2:])
     after = build.dims(out.shape[2:])
     weight_in = build.new(ins[1].shape[1])
     kernel = build.dims(ins[1].shape[2:])
     laid = [(batch, channels, *space), (new, weight_in, *kernel), (new,)]
-    groups = node.args[8]
-    transposed = node.args[6]
     fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
-    if groups > 1 or transposed:
+    if depthwise:
+        fixed.difference_update(new)
+    elif groups > 1 or transposed:
         fixed.update(new)
     if transposed:
         laid = [(batch, channels, *space), tuple(build.dims(ins[1].shape)), (new,)]
@@ -115,6 +118,7 @@ def convolution(node: Node, ins: Sequence[TensorType]) -> Factored:
         frozenset(fixed),
         kind="matmul",
         flops=flops,
+        local=_local_groups if depthwise else None,
     )
 
 
@@ -122,25 +126,28 @@ def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     """(input gradient, weight gradient, bias gradient) from gradient, input and weight."""
     grad, image, weight = ins
     build = Builder()
+    transposed, groups = node.args[7], node.args[9]
+    depthwise = not transposed and groups == image.shape[1]
     batch, channels = build.new(image.shape[0]), build.new(image.shape[1])
-    new = build.new(grad.shape[1])
+    new = (*channels, *build.new(grad.shape[1] // groups)) if depthwise else build.new(grad.shape[1])
     space, after = build.dims(image.shape[2:]), build.dims(grad.shape[2:])
     weight_in = build.new(weight.shape[1])
     kernel = build.dims(weight.shape[2:])
-    transposed, groups = node.args[7], node.args[9]
     fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
     weight_dims: tuple[Dim, ...] = (new, weight_in, *kernel)
     if transposed:
         weight_dims = build.dims(weight.shape)
         fixed.update(range(len(build.sizes)))
         fixed.difference_update(batch)
-    if groups > 1 or transposed:
+    if depthwise:
+        fixed.difference_update(new)
+    elif groups > 1 or transposed:
         fixed.update(new)
     outs = ((batch, channels, *space), weight_dims, (new,))
     laid = tuple(d if t is not None else None for d, t in zip(outs, node.types, strict=True))
     reduce = [(f, "sum") for f in batch]
-    if groups == 1 and not transposed:
-        reduce += [(f, "sum") for f in new]
+    if depthwise or (groups == 1 and not transposed):
+        reduce += [(f, "sum") for f in new if f not in channels]
     # of the input gradient and the weight gradient, those that are made
     products = sum(t is not None for t in node.types[:2])
     return Factored(
@@ -152,15 +159,23 @@ def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
         ((0,),),
         "matmul",
         2.0 * products * grad.numel * prod(weight.shape[1:]),
-        _local_bias,
+        _local_gradients,
     )
 
 
-def _local_bias(call: LocalCall) -> Node:
-    """bias_sizes is the bias's local shape."""
-    if call.node.args[3] is None:
-        return call.node
-    return call.with_args({3: (call.in_shape(0)[1],)})
+def _local_groups(call: LocalCall) -> Node:
+    """As many groups as the rank has input channels."""
+    return call.with_args({8: call.in_shape(0)[1]})
+
+
+def _local_gradients(call: LocalCall) -> Node:
+    """bias_sizes is the bias's local shape; groups as in `_local_groups`."""
+    node = call.node
+    depthwise = not node.args[7] and node.args[9] == call.ins[1].shape[1]
+    local: dict[int, Arg] = {9: call.in_shape(1)[1]} if depthwise else {}
+    if node.args[3] is not None:
+        local[3] = (call.in_shape(0)[1],)
+    return call.with_args(local)
 
 
 def grouped_mm(node: Node, ins: Sequence[TensorType]) -> Factored:

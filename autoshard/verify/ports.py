@@ -122,12 +122,14 @@ def _gradient(
 
 
 def _lies_alike(program: Program, result: Result, port: Port | None) -> Iterator[Finding]:
-    """A gradient, or a buffer's new value, lies as what it belongs to."""
+    """A gradient lies as its parameter. A buffer's new value may lie in any way: it is gathered as it is kept
+    (`Runner.update_buffers`)."""
     values = program.lowered.values
     if port is None or result.value not in values:
         return
     have, want = values[result.value], values[port.name]
-    if have.layout != want.layout or have.type.shape != want.type.shape:
+    anyhow = result.kind == "buffer" or have.layout == want.layout
+    if not anyhow or have.type.shape != want.type.shape:
         rule: Rule = "gradient" if result.kind == "grad" else "result"
         names = program.mesh
         yield Finding(
