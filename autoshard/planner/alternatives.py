@@ -99,7 +99,7 @@ class Alternatives:
             of = replace(self, planned=fastest(), options=best[0][0].options)
         of._try_expert_chunks(better, fastest)
         of._try_pairs(better)
-        of._try_slices(better, fastest)
+        of._try_slices(better, fastest, self.options.offload)
         return best
 
     @property
@@ -188,9 +188,10 @@ class Alternatives:
             options = replace(self.options, schedule=overlapped, chunks=pipeline.chunks)
             better(self._on_the_same(options, self.source, "forwards beside backwards"))
 
-    def _try_slices(self, better: _Try, fastest: Callable[[], Planned]) -> None:
+    def _try_slices(self, better: _Try, fastest: Callable[[], Planned], offload: str) -> None:
         """A pipeline whose microbatches cannot be smaller, with their sequences in slices, where that is
-        shorter if it costs nothing (`schedules.seq1f1b`). Slices hold less: they may need no tiles."""
+        shorter if it costs nothing (`schedules.seq1f1b`). Slices hold less: they may need no tiles, and no
+        more in host memory than was asked for, ``offload``."""
         staging, plan, asked = self.planned.staging, self.planned.plan, self.options.schedule
         names = [n for n in sliced() if not asked or (n == asked and self.options.slices is None)]
         if staging is None or not names or plan.batch != self._data_ranks:
@@ -205,8 +206,10 @@ class Alternatives:
                 continue
             chunks = self.options.chunks if asked else None
             options = replace(self.options, schedule=name, chunks=chunks, slices=slices)
+            less = product(dict.fromkeys((offload, options.offload)), self._less_tiled)
             text = f"{slices} slices of each sequence"
-            _first_that_fits(better, (self._on_the_same(options, s, text) for s in self._less_tiled))
+            tries = (self._on_the_same(replace(options, offload=kinds), s, text) for kinds, s in less)
+            _first_that_fits(better, tries)
             if fastest() is before:
                 break
 

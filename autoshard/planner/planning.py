@@ -186,7 +186,7 @@ class PlanningRequest:
     def _with_less(self, before: Planned, source: Source, analysis: Analysis, searches: Searches) -> Planned:
         """A plan of less memory than one before: on its mesh, unless that is slower. No other mesh was faster
         with more memory."""
-        if before.plan.offload == self.options.offload and before.source is not None:
+        if before.plan.offload == str(self.offload) and before.source is not None:
             result = self._refitted(before, before.source)
             if result is None or before.is_faster(result):
                 meshes = same_as(self._candidates(before.analysis), before)
@@ -215,8 +215,10 @@ class PlanningRequest:
         return replace(result, plan=replace(result.plan, warnings=warnings))
 
     def _as_much_offloaded(self, kinds: str) -> Sequence[str]:
-        """What may be in host memory where so much is; no more than that if it was asked for."""
-        return (kinds,) if self.options.offload or not kinds else _OFFLOADED[_OFFLOADED.index(kinds) :]
+        """What may be in host memory where so much is; what was asked for if something was, or nothing."""
+        if self.options.offload or not kinds:
+            return (self.options.offload,)
+        return _OFFLOADED[_OFFLOADED.index(kinds) :]
 
     def _on_device(self, planned: Planned) -> Planned:
         if planned.peaks is None:

@@ -4,12 +4,15 @@ activations in host memory."""
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autoshard import api
+from autoshard.options import PlanOptions
+from autoshard.planner.alternatives import Alternative, Alternatives
 from autoshard.planner.planned import Planned
 
 #: by price, never, always
@@ -101,3 +104,16 @@ def test_stages_are_cut_for_what_they_are_measured_to_hold() -> None:
 def test_the_memory_of_a_cpu_is_its_own_host() -> None:
     found = planned(1, 4096, "tp=2", memory=2 * 2**30, cluster="cpu-gloo")
     assert found.plan.recompute and not found.plan.offload
+
+
+def test_slices_need_no_more_in_host_memory_than_was_asked_for() -> None:
+    """They hold less than the plan that does, which only the planner wanted there."""
+    plain, tried = planned(schedule="1f1b"), list[str]()
+    options = PlanOptions(offload="activations")
+    ways = Alternatives(plain, options, False, lambda _: [], lambda *_: None, lambda: math.inf)
+
+    def better(each: Alternative) -> None:
+        tried.append(each.options.offload)
+
+    ways._try_slices(better, lambda: plain, "")
+    assert tried[:2] == ["", "activations"]
