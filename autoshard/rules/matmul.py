@@ -92,20 +92,15 @@ def convolution(node: Node, ins: Sequence[TensorType]) -> Factored:
     out = node.types[0]
     assert out is not None
     build = Builder()
-    groups, transposed = node.args[8], node.args[6]
-    depthwise = not transposed and groups == ins[0].shape[1]
-    batch, channels = build.new(ins[0].shape[0]), build.new(ins[0].shape[1])
-    new = (*channels, *build.new(out.shape[1] // groups)) if depthwise else build.new(out.shape[1])
+    transposed, groups = node.args[6], node.args[8]
+    batch = build.new(ins[0].shape[0])
+    channels, new, still = _channels(build, ins[0], out, transposed, groups)
     space = build.dims(ins[0].shape[2:])
     after = build.dims(out.shape[2:])
     weight_in = build.new(ins[1].shape[1])
     kernel = build.dims(ins[1].shape[2:])
     laid = [(batch, channels, *space), (new, weight_in, *kernel), (new,)]
-    fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
-    if depthwise:
-        fixed.difference_update(new)
-    elif groups > 1 or transposed:
-        fixed.update(new)
+    fixed = {*still, *(f for d in (weight_in, *space, *after, *kernel) for f in d)}
     if transposed:
         laid = [(batch, channels, *space), tuple(build.dims(ins[1].shape)), (new,)]
         fixed.update(range(len(build.sizes)))
@@ -118,8 +113,25 @@ def convolution(node: Node, ins: Sequence[TensorType]) -> Factored:
         frozenset(fixed),
         kind="matmul",
         flops=flops,
-        local=_local_groups if depthwise else None,
+        local=_local_groups if _is_depthwise(ins[0], transposed, groups) else None,
     )
+
+
+def _is_depthwise(image: TensorType, transposed: bool, groups: int) -> bool:
+    """Whether each input channel is a group."""
+    return not transposed and groups == image.shape[1]
+
+
+def _channels(
+    build: Builder, image: TensorType, out: TensorType, transposed: bool, groups: int
+) -> tuple[Dim, Dim, Dim]:
+    """Dims of the channels of a convolution's input and of its output, and those of their factors that stay
+    whole. Where each input channel is a group, its output channels go with it."""
+    channels = build.new(image.shape[1])
+    if _is_depthwise(image, transposed, groups):
+        return channels, (*channels, *build.new(out.shape[1] // groups)), ()
+    new = build.new(out.shape[1])
+    return channels, new, (*channels, *(new if groups > 1 or transposed else ()))
 
 
 def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -127,27 +139,20 @@ def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     grad, image, weight = ins
     build = Builder()
     transposed, groups = node.args[7], node.args[9]
-    depthwise = not transposed and groups == image.shape[1]
-    batch, channels = build.new(image.shape[0]), build.new(image.shape[1])
-    new = (*channels, *build.new(grad.shape[1] // groups)) if depthwise else build.new(grad.shape[1])
+    batch = build.new(image.shape[0])
+    channels, new, still = _channels(build, image, grad, transposed, groups)
     space, after = build.dims(image.shape[2:]), build.dims(grad.shape[2:])
     weight_in = build.new(weight.shape[1])
     kernel = build.dims(weight.shape[2:])
-    fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
+    fixed = {*still, *(f for d in (weight_in, *space, *after, *kernel) for f in d)}
     weight_dims: tuple[Dim, ...] = (new, weight_in, *kernel)
     if transposed:
         weight_dims = build.dims(weight.shape)
         fixed.update(range(len(build.sizes)))
         fixed.difference_update(batch)
-    if depthwise:
-        fixed.difference_update(new)
-    elif groups > 1 or transposed:
-        fixed.update(new)
     outs = ((batch, channels, *space), weight_dims, (new,))
     laid = tuple(d if t is not None else None for d, t in zip(outs, node.types, strict=True))
-    reduce = [(f, "sum") for f in batch]
-    if depthwise or (groups == 1 and not transposed):
-        reduce += [(f, "sum") for f in new if f not in channels]
+    reduce = [(f, "sum") for f in (*batch, *new) if f not in still and f not in channels]
     # of the input gradient and the weight gradient, those that are made
     products = sum(t is not None for t in node.types[:2])
     return Factored(
@@ -171,7 +176,7 @@ def _local_groups(call: LocalCall) -> Node:
 def _local_gradients(call: LocalCall) -> Node:
     """bias_sizes is the bias's local shape; groups as in `_local_groups`."""
     node = call.node
-    depthwise = not node.args[7] and node.args[9] == call.ins[1].shape[1]
+    depthwise = _is_depthwise(call.ins[1], node.args[7], node.args[9])
     local: dict[int, Arg] = {9: call.in_shape(1)[1]} if depthwise else {}
     if node.args[3] is not None:
         local[3] = (call.in_shape(0)[1],)
