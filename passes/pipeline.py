@@ -53,6 +53,7 @@ from autoshard.passes.simplify.group_rows import group_rows
 from autoshard.passes.simplify.narrow_parameters import narrow_parameters
 from autoshard.passes.simplify.normalize import normalize
 from autoshard.passes.simplify.replicate_experts import replicate_experts
+from autoshard.passes.simplify.roll_loops import roll_loops
 from autoshard.passes.simplify.scale_terms import scale_terms
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.passes.stages.cut_pipeline import cut_pipeline
@@ -276,7 +277,7 @@ SIMPLIFYING = (
     _pass(
         "fold",
         lambda joint, c: fold_repeats(
-            cast_products(group_rows(narrow_parameters(joint), c.row_groups), c.products)
+            cast_products(group_rows(roll_loops(narrow_parameters(joint), c.rules), c.row_groups), c.products)
         ),
         gives="segments",
     ),

@@ -12,6 +12,7 @@ import torch
 from families import family
 from faults.fault import Fault, Kind
 from faults.kinds import KINDS, some
+from looping import LinearAttention, loop_inputs
 from pipelines import paired, pipeline
 from planned import analysed, planned
 from planned import program as flat
@@ -64,6 +65,9 @@ def good(name: str) -> Program:
         model, inputs = family(_RINGS[name]).make()
         found = analyse(capture(model, (), inputs))
         return compile_analysed(plan_analysed(found, [Mesh.parse("cp=4")], ring_cluster()))
+    if name == "loop":
+        looped = analyse(capture(LinearAttention().double(), (), loop_inputs(24)))
+        return compile_analysed(plan_analysed(looped, [Mesh.parse("dp=2,tp=2")], ring_cluster()))
     if name == "tiles":
         model, inputs = family("llama").make()
         found = analyse(capture(model, (), inputs), tile_rows=5)

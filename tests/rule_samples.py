@@ -10,6 +10,7 @@ import transformers.integrations.moe  # noqa: F401 - defines ops of its own
 
 from autoshard.ir import Graph, Node, Ref, TensorType
 from autoshard.ir.row_tiles import TILES, RowTiles
+from autoshard.ir.scans import SCAN, Scan, StepSlice, StepValue
 from autoshard.verify.rule_check import OpSample
 
 f64, f32, i64 = torch.float64, torch.float32, torch.int64
@@ -689,6 +690,32 @@ def _tiles(m: Make) -> Iterator[OpSample]:
             yield OpSample(TILES, (tuple(given), *args[1:]))
 
 
+def _scans(m: Make) -> Iterator[OpSample]:
+    """A state that decays, with keys added to it, read by queries; sums of all steps of its gradient."""
+
+    def node(op: str, out: str, *args: str, shape: tuple[int, ...]) -> Node:
+        return Node(f"aten.{op}", tuple(map(Ref, args)), (), (out,), (TensorType(shape, "f64"),))
+
+    nodes = (
+        node("mul.Tensor", "kept", "state", "decay", shape=(4, 6, 8)),
+        node("bmm.default", "added", "k", "v", shape=(4, 6, 8)),
+        node("add.Tensor", "next", "kept", "added", shape=(4, 6, 8)),
+        node("bmm.default", "out", "q", "next", shape=(4, 2, 8)),
+        Node("aten.sum.dim_IntList", (Ref("out"), (0, 1)), (), ("term",), (TensorType((8,), "f64"),)),
+    )
+    shapes = {"state": (4, 6, 8), "decay": (8,), "k": (4, 6, 2), "v": (4, 2, 8), "q": (4, 2, 6)}
+    inputs = tuple((v, TensorType(shape, "f64")) for v, shape in shapes.items())
+    body = Graph("step", inputs, nodes, ("next", "out", "term", "next"))
+    for first, stride in ((0, 1), (4, -2)):
+        read = StepSlice(1, 5, first, stride)
+        given: tuple[StepValue, ...] = ("carry", "same", read, read, StepSlice(0, 5, first, stride))
+        scan = Scan(3, body, given, ("carry", StepSlice(2, 3, 2, -1), "sum", StepSlice(0, 3)))
+        pairs = zip(given, inputs, strict=True)
+        full = [how.full(t).shape if isinstance(how, StepSlice) else t.shape for how, (_, t) in pairs]
+        args = scan.args([Ref(v) for v in shapes])
+        yield OpSample(SCAN, (tuple(m.real(*shape) for shape in full), *args[1:]))
+
+
 def _ctc(m: Make) -> Iterator[OpSample]:
     counted = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0]]).bool()
     log_probs, lengths = m.real(7, 5, 6).log_softmax(-1), torch.tensor([7, 6, 7, 5, 7])
@@ -973,6 +1000,7 @@ FAMILIES: tuple[Callable[[Make], Iterator[OpSample]], ...] = (
     _similar_rows,
     _attention_of_rows,
     _tiles,
+    _scans,
 )
 
 

@@ -60,7 +60,7 @@ class RowTiles:
 
         inputs = tuple((name, *told(name)) for name, _ in self.body.inputs)
         statements = tuple(
-            (node.op, _encoded(node.args), _encoded(node.kwargs), node.outs, tuple(map(told, node.outs)))
+            (node.op, encoded(node.args), encoded(node.kwargs), node.outs, tuple(map(told, node.outs)))
             for node in self.body.nodes
         )
         return tuple(given), self.rows, inputs, statements, self.body.outputs, self.recomputed
@@ -94,8 +94,8 @@ def tiles_of(node: Node) -> RowTiles:
     nodes = tuple(
         Node(
             op,
-            _decoded(args),
-            _decoded(kwargs),
+            decoded(args),
+            decoded(kwargs),
             outs,
             tuple(type_of(*pair) for pair in zip(outs, new, strict=True)),
             Origin(),
@@ -130,13 +130,15 @@ def without_rows(node: Node, shape: Sequence[Any], kinds: str) -> Node:
     )
 
 
-def _encoded(arg: Arg) -> Any:
+def encoded(arg: Arg) -> Any:
+    """An argument of an op in a body, as an argument of the op that has the body."""
     if isinstance(arg, tuple):
-        return tuple(map(_encoded, arg))
+        return tuple(map(encoded, arg))
     return f"%{arg.name}" if isinstance(arg, Ref) else arg
 
 
-def _decoded(arg: Arg) -> Any:
+def decoded(arg: Arg) -> Any:
+    """What `encoded` was given."""
     if isinstance(arg, tuple):
-        return tuple(map(_decoded, arg))
+        return tuple(map(decoded, arg))
     return Ref(arg[1:]) if isinstance(arg, str) and arg.startswith("%") else arg

@@ -31,6 +31,7 @@ from autoshard.ir.collectives import COLLECTIVES
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout, Placement, Shard, parse_placement
 from autoshard.ir.row_tiles import KINDS, TILES, tiles_of
+from autoshard.ir.scans import SCAN, StepSlice, scan_of
 from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[(\d*)(?:\*(\d{1,9})/(\d{1,9})(?:~(0\.\d{1,4}))?)?([\d, ]*)\] ?(.*)$")
@@ -226,18 +227,19 @@ class _Reader:
         )
         types = tuple(declared[o].type if o in declared else None for o in outs)
         new = Node(op, args, kwargs, tuple(outs), types, Origin(), backward)
-        if op == TILES:
-            self.tiles(new, node)
+        if op in (TILES, SCAN):
+            self.body(new, node)
         return new
 
-    def tiles(self, made: Node, node: ast.stmt) -> None:
-        """Check the body of an op that runs in tiles, which stands among its arguments."""
+    def body(self, made: Node, node: ast.stmt) -> None:
+        """Check the body of an op that runs others, which stands among its arguments."""
+        check = _is_tile if made.op == TILES else _is_step
         try:
-            fits = _is_body(made, self.ops - {TILES, *COLLECTIVES})
+            fits = check(made, self.ops - {TILES, SCAN, *COLLECTIVES})
         except (TypeError, ValueError, AttributeError, KeyError, IndexError):
             fits = False
         if not fits:
-            _fail("the body of row_tiles is not one", node)
+            _fail(f"the body of {made.op.split('.')[1]} is not one", node)
 
     def returned(self, node: ast.Return, known: Collection[str]) -> tuple[str, ...]:
         if not isinstance(node.value, ast.Tuple):
@@ -248,19 +250,47 @@ class _Reader:
         return names
 
 
-def _is_body(made: Node, ops: frozenset[str]) -> bool:
-    """Whether an op that runs in tiles has a body of these ops, which uses what there is."""
-    tiles = tiles_of(made)
-    body, known = tiles.body, {name for name, _ in tiles.body.inputs}
+def _is_body(body: Graph, made: Node, ops: frozenset[str]) -> bool:
+    """Whether a body of an op is of these ops, and uses what there is."""
+    known = {name for name, _ in body.inputs}
     if len(known) != len(made.args[0]) or len(body.outputs) != len(made.outs):
         return False
     for inner in body.nodes:
         if inner.op not in ops or not known.issuperset(refs_of(inner)) or not known.isdisjoint(inner.outs):
             return False
         known.update(inner.outs)
+    return known.issuperset(body.outputs)
+
+
+def _is_step(made: Node, ops: frozenset[str]) -> bool:
+    """Whether a loop has a body of these ops, and reads and writes within its tensors."""
+    scan = scan_of(made)
+    types, steps = scan.body.types(), scan.steps
+    if type(steps) is not int or steps < 1 or not _is_body(scan.body, made, ops):
+        return False
+    values = [
+        *zip((n for n, _ in scan.body.inputs), scan.given, strict=True),
+        *zip(scan.body.outputs, scan.results, strict=True),
+    ]
+    for value, how in values:
+        if isinstance(how, StepSlice):
+            ends = how.at(0), how.at(steps - 1)
+            if not (0 <= how.dim <= len(types[value].shape) and min(ends) >= 0 and max(ends) < how.size):
+                return False
+        elif how not in ("carry", "same", "sum"):
+            return False
+    return len(scan.carried) == list(scan.given).count("carry")
+
+
+def _is_tile(made: Node, ops: frozenset[str]) -> bool:
+    """Whether an op that runs in tiles has a body of these ops, which uses what there is."""
+    tiles = tiles_of(made)
+    body = tiles.body
+    if not _is_body(body, made, ops):
+        return False
     cut = ((tiles.kinds[v], t.shape) for v, t in body.types().items())
     told = all(len(kinds) == len(shape) and set(kinds) <= KINDS for kinds, shape in cut)
-    return told and known.issuperset(body.outputs) and type(tiles.rows) is int and tiles.rows > 0
+    return told and type(tiles.rows) is int and tiles.rows > 0
 
 
 def _plain_def(fn: ast.FunctionDef) -> None:

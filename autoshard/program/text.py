@@ -15,6 +15,7 @@ from autoshard.ir.boundaries import Wire, part_name, returns_of, wires_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
 from autoshard.ir.row_tiles import TILES
+from autoshard.ir.scans import SCAN
 from autoshard.program.collectives import collectives_of
 from autoshard.program.program import FORMAT, NodeNote, Program
 
@@ -70,7 +71,8 @@ def call_text(op: str, args: Iterable[Arg], kwargs: Iterable[tuple[str, Arg]]) -
 
 def node_lines(node: Node, layouts: Mapping[str, Layout], names: Sequence[str]) -> list[str]:
     """One statement; several outputs have their types on lines of their own."""
-    (right, *more) = tiles_lines(node) if node.op == TILES else [call_text(node.op, node.args, node.kwargs)]
+    held = node.op in (TILES, SCAN)
+    (right, *more) = body_lines(node) if held else [call_text(node.op, node.args, node.kwargs)]
     typed = [
         f'{out}: "{type_text(type_, layouts[out], names)}"'
         for out, type_ in zip(node.outs, node.types, strict=True)
@@ -81,17 +83,17 @@ def node_lines(node: Node, layouts: Mapping[str, Layout], names: Sequence[str]) 
     return [*typed, f"{', '.join(node.outs)}{',' if len(node.outs) == 1 else ''} = {right}", *more]
 
 
-def tiles_lines(node: Node) -> list[str]:
-    """The call of a body that runs in tiles, a line for each of its inputs and ops."""
-    given, rows, inputs, statements, outputs, recomputed = node.args
-    head = f"{op_text(node.op)}({arg_text(given)}, {rows}, ("
+def body_lines(node: Node) -> list[str]:
+    """The call of a body that runs in tiles or step after step, a line for each of its inputs and ops."""
+    given, count, inputs, statements, *rest = node.args
+    head = f"{op_text(node.op)}({arg_text(given)}, {count}, ("
     body = [f"    {arg_text(each)}," for each in statements]
     return [
         head,
         *(f"    {arg_text(each)}," for each in inputs),
         "), (",
         *body,
-        f"), {arg_text(outputs)}, {recomputed})",
+        f"), {', '.join(map(arg_text, rest))})",
     ]
 
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from autoshard.errors import AutoshardError, NoRuleError
 from autoshard.ir import Folded, Node, TensorType, refs_of
 from autoshard.ir.row_tiles import TILES
+from autoshard.ir.scans import SCAN
 from autoshard.rules import (
     attention,
     causal_conv,
@@ -24,14 +25,15 @@ from autoshard.rules import (
     pointwise,
     recurrent,
     reduction,
+    row_tiles,
     scaled,
     scaled_experts,
+    scans,
     similar_rows,
     spatial,
     view,
 )
 from autoshard.rules.core import Factored, RuleFn, opaque
-from autoshard.rules.row_tiles import rule_with
 from autoshard.torch_adapters.random_ops import is_random
 
 _FAMILIES = {
@@ -60,7 +62,9 @@ _FAMILIES = {
     for op, fn in family.RULES.items()
 }
 _SINGLE: Mapping[str, RuleFn] = MappingProxyType({**_FAMILIES, **attention.JOINED})
-RULES: Mapping[str, RuleFn] = MappingProxyType({**_SINGLE, TILES: rule_with(_SINGLE)})
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {**_SINGLE, TILES: row_tiles.rule_with(_SINGLE), SCAN: scans.rule_with(_SINGLE)}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from autoshard.errors import UsageError
 from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.collectives import COLLECTIVES, is_collective
 from autoshard.ir.row_tiles import TILES, tiles_of
+from autoshard.ir.scans import SCAN, scan_of
 from autoshard.program.program import Program
 from autoshard.rules.attention import KEYS, numbers_documents
 from autoshard.runtime.optim.optimizer_hooks import local
@@ -84,10 +85,12 @@ def _by_documents(graph: Graph) -> bool:
 
 
 def _nodes(nodes: Iterable[Node]) -> Iterator[Node]:
-    """With those that run in tiles."""
+    """With those that run in tiles, or step after step."""
     for node in nodes:
         if node.op == TILES:
             yield from _nodes(tiles_of(node).body.nodes)
+        elif node.op == SCAN:
+            yield from _nodes(scan_of(node).body.nodes)
         else:
             yield node
 

@@ -14,12 +14,14 @@ from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import Instruction
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.row_tiles import TILES, tiles_of
+from autoshard.ir.scans import SCAN, scan_of
 from autoshard.rules.stops import stops_of
 from autoshard.runtime.compiled_segment import CompiledSegment
 from autoshard.runtime.pending import Issue
 from autoshard.runtime.prepared_call import Env, PreparedCall
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 from autoshard.runtime.row_tiles import run_in_tiles
+from autoshard.runtime.scans import run_steps
 from autoshard.runtime.straight_line import FunctionText, SegmentCode, Stopping, to_its_end
 
 
@@ -140,6 +142,9 @@ def function_of(
     if node.op == TILES:
         tiles = tiles_of(node)
         return run_in_tiles(tiles, PreparedSegment(tiles.body, view, collective, device, compiles, kept))
+    if node.op == SCAN:
+        scan = scan_of(node)
+        return run_steps(scan, PreparedSegment(scan.body, view, collective, device, compiles, kept))
     op = find_op(node.op)
     if makes_on_device(op):
         return lambda *args, **kwargs: op(*args, **kwargs, device=device)

@@ -34,6 +34,7 @@ from autoshard.ir.scaled import (
     packed_rate,
     rate_of,
 )
+from autoshard.ir.scans import SCAN, Scan, scan_of
 from autoshard.ir.views import VIEWS
 from autoshard.kernels.registry import Operand, specs
 from autoshard.rules import attention, experts, matmul, packed, scaled, scaled_experts, similar_rows
@@ -175,6 +176,8 @@ class Ops:
             return self._attention(node, ins, outs, dtype)
         if node.op == TILES:
             return [self._tiled(node)]
+        if node.op == SCAN:
+            return [self._stepped(node)]
         if node.op in similar_rows.RULES:
             return [*grouped_work(node, ins, outs, self.shape, self.nbytes)]
         moved = self._moved(node, values, kernel.unmoved)
@@ -303,16 +306,38 @@ class Ops:
         given = sum(
             self.nbytes(values[v]) * (2 if has_rows(tiles.kinds[v]) else 3) for v in tiles.body.outputs
         )
-        works.append(MemoryWork(given))
-        kinds = MatmulWork | Attention | MemoryWork
-        return TiledWork(tuple(w for w in works if isinstance(w, kinds)), count)
+        return _repeated([*works, MemoryWork(given)], count)
 
-    def tiled_flop(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
+    def _stepped(self, node: Node) -> TiledWork:
+        """A body, step after step; what a step gives is copied to where all of it lies, or added there."""
+        scan, values = self._step(node)
+        works: list[Work] = []
+        for inner in scan.body.nodes:
+            works += self.work(inner, values)
+        given = sum(
+            self.nbytes(values[v]) * (3 if how == "sum" else 2)
+            for v, how in zip(scan.body.outputs, scan.results, strict=True)
+            if how != "carry"
+        )
+        return _repeated([*works, MemoryWork(given)], scan.steps)
+
+    def body_flop(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         """FLOP of the products of a body on all ranks together, what it recomputes not counted."""
-        tiles, count, inner = self._tile(node)
+        if node.op == SCAN:
+            scan, inner = self._step(node)
+            count, nodes = scan.steps, scan.body.nodes
+        else:
+            tiles, count, inner = self._tile(node)
+            nodes = tiles.body.nodes[tiles.recomputed :]
         ways = self._shards([values[n] for n in (*refs_of(node), *node.outs)])
-        works = (w for each in tiles.body.nodes[tiles.recomputed :] for w in self.work(each, inner))
+        works = (w for each in nodes for w in self.work(each, inner))
         return ways * count * sum(w.flop for w in works if isinstance(w, MatmulWork | Attention))
+
+    def _step(self, node: Node) -> tuple[Scan, Mapping[str, PlacedValue]]:
+        """(what a node runs step after step, values of one)."""
+        scan = scan_of(node)
+        full = (R,) * len(self.mesh.sizes)
+        return scan, {v: PlacedValue(t, full) for v, t in self._sized(scan.body).types().items()}
 
     def _shards(self, placed: Sequence[PlacedValue]) -> int:
         """Over how many ranks work is divided, by where what it takes and makes lies."""
@@ -350,30 +375,36 @@ class Ops:
         return replace(body, inputs=inputs, nodes=nodes)
 
     def _room(self, node: Node) -> float:
-        """Bytes of a tile at its fullest, with the sums of all tiles."""
-        tiles, _, values = self._tile(node)
-        nodes = tiles.body.nodes
+        """Bytes of a tile or a step at its fullest, with the sums of all of them."""
+        if node.op == SCAN:
+            scan, values = self._step(node)
+            body = scan.body
+            sums = [values[v].type for v, how in zip(body.outputs, scan.results, strict=True) if how == "sum"]
+        else:
+            tiles, _, values = self._tile(node)
+            body = tiles.body
+            full = self._sized(body).types()
+            sums = [full[o] for o in body.outputs if not has_rows(tiles.kinds[o])]
+        nodes = body.nodes
         roots: dict[str, str] = {}
         for each in nodes:
             source = next(refs_of(each), "")
             roots.update((o, roots.get(source, source) if each.op in VIEWS else o) for o in each.outs)
         last = {roots.get(r, r): k for k, each in enumerate(nodes) for r in refs_of(each)}
-        last |= {roots.get(o, o): len(nodes) for o in tiles.body.outputs}
+        last |= {roots.get(o, o): len(nodes) for o in body.outputs}
         live: dict[str, float] = {}
         peak = 0.0
         for k, each in enumerate(nodes):
             live.update((o, self.nbytes(values[o])) for o in each.outs if roots[o] == o)
             peak = max(peak, sum(live.values()))
             live = {v: size for v, size in live.items() if last.get(v, k) > k}
-        full = self._sized(tiles.body).types()
-        sums = [full[o] for o in tiles.body.outputs if not has_rows(tiles.kinds[o])]
         return peak + sum(4.0 * prod(t.shape) for t in sums if DTYPES[t.dtype][1] < 4)
 
     def workspace(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         """Bytes that an op needs while it runs, beside what it takes and makes."""
         if is_ring(node):
             return rings.room(node, values, self)
-        if node.op == TILES:
+        if node.op in (TILES, SCAN):
             return self._room(node)
         if node.op not in attention.RULES or self.behaviour.attention == "flash":
             return 0.0
@@ -623,3 +654,8 @@ def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorTy
         if node.op in rules:
             return rules[node.op](node, ins).flops
     return 0.0
+
+
+def _repeated(works: Sequence[Work], count: int) -> TiledWork:
+    kinds = MatmulWork | Attention | MemoryWork
+    return TiledWork(tuple(w for w in works if isinstance(w, kinds)), count)

@@ -16,6 +16,7 @@ from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop
 from autoshard.ir.row_tiles import TILES
+from autoshard.ir.scans import SCAN
 from autoshard.program.program import Program
 from autoshard.rules.chains import ALONE, NOT_FUSED, FusedKernels, InKernel
 from autoshard.rules.stops import PRODUCTS
@@ -102,9 +103,9 @@ class Pricer:
                 types = {n: values[n].type for n in (*refs_of(node), *node.outs)}
                 dtype = values[node.outs[0]].type.dtype
                 result[dtype] = result.get(dtype, 0.0) + ring_flop(node, types)
-            if node.op == TILES:
+            if node.op in (TILES, SCAN):
                 dtype = values[node.outs[0]].type.dtype
-                result[dtype] = result.get(dtype, 0.0) + self.ops.tiled_flop(node, values)
+                result[dtype] = result.get(dtype, 0.0) + self.ops.body_flop(node, values)
             if node.op in PRODUCTS:
                 ins = [values[name].type for name in refs_of(node)]
                 outs = [t for t in node.types if t is not None]

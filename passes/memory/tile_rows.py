@@ -28,8 +28,9 @@ from autoshard.passes.memory.wide_values import (
     widens,
 )
 from autoshard.passes.segment_parts import fresh, without_dead
+from autoshard.rules.body_factors import BodyFactors, NoFactorsError, body_factors
 from autoshard.rules.core import RuleFn
-from autoshard.rules.row_tiles import BodyFactors, NoFactorsError, body_factors, kinds_of
+from autoshard.rules.row_tiles import kinds_of
 
 #: views of all elements
 _VIEWS = RESHAPES | TRANSPOSES | ALIASES

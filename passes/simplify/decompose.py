@@ -20,10 +20,11 @@ from autoshard.passes.simplify import decompose_loss, decompose_norm
 
 def decompose(folded: Folded) -> Folded:
     """The same calls, with every segment rewritten."""
-    return replace(folded, segments={name: _graph(g) for name, g in folded.segments.items()})
+    return replace(folded, segments={name: decomposed(g) for name, g in folded.segments.items()})
 
 
-def _graph(graph: Graph) -> Graph:
+def decomposed(graph: Graph) -> Graph:
+    """A graph, rewritten."""
     types = graph.types()
     fresh_names = _names(set(types))
     nodes: list[Node] = []

@@ -15,6 +15,7 @@ from faults import (
     memory,
     messages,
     placements,
+    scans,
     schedules,
     slices,
     tiles,
@@ -33,6 +34,7 @@ KINDS: dict[str, Kind] = {
     **slices.KINDS,
     **context.KINDS,
     **tiles.KINDS,
+    **scans.KINDS,
     **memory.KINDS,
 }
 

@@ -16,9 +16,11 @@ from math import gcd
 from autoshard.ir import Arg, Folded, Graph, Node, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place, PortClass
 from autoshard.ir.row_tiles import BATCH, BOTH, OTHER, TILES, tiles_of
+from autoshard.ir.scans import SCAN
 from autoshard.rules.core import Factored
 from autoshard.rules.factor_splits import DigitTable, find_digits
 from autoshard.rules.registry import RULES
+from autoshard.rules.scans import with_given
 from autoshard.rules.states import Digit
 from autoshard.search.problem.problem import Model, batch_of
 
@@ -68,7 +70,7 @@ class _Scaling:
             except ValueError as error:
                 raise NotRescalable(str(error)) from None
             if rule.tile is not None:
-                rules[name, number] = replace(rule, tile=RULES[TILES](node, ins).tile)
+                rules[name, number] = replace(rule, tile=RULES[node.op](node, ins).tile)
         flow = self._flow(self.model.flow)
         ports = {p.name: p for group in flow.classes.values() for p in group.ports}
         joint = replace(folded.joint, ports=tuple(ports.get(p.name, p) for p in folded.joint.ports))
@@ -123,7 +125,13 @@ class _Scaling:
             None if t is None else self._type((name, v), t)
             for v, t in zip(node.outs, node.types, strict=True)
         )
-        args = node.args if node.op != TILES else self._tiles(name, node)
+        args = node.args
+        if node.op == TILES:
+            args = self._tiles(name, node)
+        elif node.op == SCAN:
+            before = self.model.folded.segments[name].types()
+            ins = [self._type((name, ref.name), before[ref.name]) for ref in node.args[0]]
+            args = with_given(node, ins, RULES).args
         if types == node.types and args is node.args:
             return node
         return Node(node.op, args, node.kwargs, node.outs, types, node.origin, node.backward)
