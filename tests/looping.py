@@ -148,3 +148,37 @@ class Unordered(_Mixed):
 def loop_inputs(length: int, batch: int = 4) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {name: torch.randn(batch, length, WIDTH, dtype=torch.float64) for name in ("x", "labels")}
+
+
+class Growing(_Mixed):
+    """Every step reads one position more, as does the forward substitution of a gated delta net; then a loop
+    whose steps are alike."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, k, _ = (y.unflatten(2, (-1, 20)) for y in self.heads(x))
+        scores = (q @ k.transpose(-1, -2)).tril(-1) * 0.1
+        for i in range(1, 20):
+            row, above = scores[..., i, :i].clone(), scores[..., :i, :i].clone()
+            scores[..., i, :i] = row + (row.unsqueeze(-1) * above).sum(-2)
+        values = self.merged((scores @ q).flatten(2, 3))
+        state, outs = values[:, 0], []
+        for i in range(x.shape[1]):
+            state = torch.tanh(state + values[:, i])
+            outs.append(state)
+        return self.loss(torch.stack(outs, 1), labels)
+
+
+class Broadening(_Mixed):
+    """A state that begins as one row for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, _, _ = self.parts(x)
+        state, outs = self.first, []
+        for i in range(x.shape[1]):
+            state = torch.tanh(state + q[:, i])
+            outs.append(state)
+        return self.loss(torch.stack(outs, 1), labels)

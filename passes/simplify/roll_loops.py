@@ -26,7 +26,7 @@ from autoshard.rules.core import RuleFn
 from autoshard.torch_adapters.random_ops import is_random
 
 #: steps of a loop at least
-LEAST = 8
+LEAST = 16
 _ADD, _SLICE = "aten.add.Tensor", "aten.slice.Tensor"
 _VIEWS = RESHAPES | TRANSPOSES | UNIT_DIMS | ALIASES | {SELECT}
 
@@ -114,22 +114,23 @@ def _runs(graph: Graph) -> Iterator[_Run]:
             if not entries or entries[-1][1] != index:
                 entries.append((k, index))
     last = -1
-    for begin, end, period in sorted(_even(reads.values())):
+    for begin, period in sorted(_even(reads.values())):
         if begin < last:
             continue
         forms = forms or [_form(n) for n in graph.nodes]
-        while begin > 0 and forms[begin - 1] == forms[begin - 1 + period]:
-            begin -= 1
+        end = begin + period
         while end < len(forms) and forms[end] == forms[end - period]:
             end += 1
+        while begin > 0 and forms[begin - 1] == forms[begin - 1 + period]:
+            begin -= 1
         computes = any(node.op not in _VIEWS for node in graph.nodes[begin : begin + period])
         if computes and end - begin >= LEAST * period:
             yield _Run(begin, end, period)
             last = end
 
 
-def _even(reads: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[int, int, int]]:
-    """(first, behind the last, distance) of reads of slices that follow each other, equally far apart."""
+def _even(reads: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+    """(first, distance) of reads of slices that follow each other, equally far apart."""
     for entries in reads:
         first = 0
         for k in range(1, len(entries) + 1):
@@ -139,7 +140,7 @@ def _even(reads: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[int, int, in
             if step is None or step != _distance(entries[first], entries[first + 1]):
                 if k - first >= LEAST:
                     (period, _) = _distance(entries[first], entries[first + 1])
-                    yield entries[first][0], entries[k - 1][0] + 1, period
+                    yield entries[first][0], period
                 first = k - 1 if step is not None else k
 
 
@@ -274,6 +275,10 @@ class _Loop:
         """Tell how every step is given what; raises `_NotALoopError`."""
         for number in range(self.period):
             nodes = [self.node(number, step) for step in range(self.steps)]
+            form = _form(nodes[0])
+            ragged = any(t is not None and (t.filled or t.ragged) for t in nodes[0].types)
+            if ragged or any(_form(node) != form for node in nodes):
+                raise _NotALoopError
             names = [list(refs_of(n)) for n in nodes]
             for place in range(len(names[0])):
                 self.given[number, place] = self._given([each[place] for each in names], number)
@@ -312,7 +317,9 @@ class _Loop:
             expected = [(k - (1 - step), at, out) for k in range(self.steps)]
             if step == 1 and places == expected:
                 return _Given("in", (at, out))
-            if step == 0 and places[1:] == expected[1:] and places[0] is None:
+            types = self.graph.types()
+            carried = places[0] is None and types[names[0]] == types[names[1]]
+            if step == 0 and places[1:] == expected[1:] and carried:
                 return _Given("carry", (at, out), names[0])
             raise _NotALoopError
         if any(place is not None for place in places):

@@ -43,7 +43,7 @@ LOOPS = {
 
 
 def _analysed(
-    model: type[nn.Module], length: int = 48
+    model: type[nn.Module], length: int = 80
 ) -> tuple[nn.Module, Mapping[str, torch.Tensor], Analysis]:
     inputs = loop_inputs(length)
     module = model().double()
@@ -70,6 +70,16 @@ def test_equal_to_eager(model: type[nn.Module]) -> None:
         assert report.ok and not report.uncovered
 
 
+@pytest.mark.parametrize(
+    ("model", "length", "loops"), [(looping.Growing, 80, 2), (looping.Broadening, 40, 2)]
+)
+def test_steps_of_other_types(model: type[nn.Module], length: int, loops: int) -> None:
+    """Nodes that read slices equally far apart may make other things; so may the first step."""
+    module, inputs, analysis = _analysed(model, length)
+    assert _loops(analysis) == loops
+    assert verify(_program(analysis, "tp=2"), module, (), inputs, steps=1).ok
+
+
 def test_heads_are_divided() -> None:
     *_, analysis = _analysed(looping.LinearAttention)
     program = _program(analysis, "tp=4")
@@ -81,7 +91,7 @@ def test_heads_are_divided() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "length"), [(looping.Dropped, 48), (looping.Unordered, 47), (looping.Cell, LEAST - 1)]
+    ("model", "length"), [(looping.Dropped, 80), (looping.Unordered, 79), (looping.Cell, LEAST - 1)]
 )
 def test_what_is_no_loop(model: type[nn.Module], length: int) -> None:
     """Random numbers, other slices in every step, and few steps stay as they are written."""
@@ -90,13 +100,13 @@ def test_what_is_no_loop(model: type[nn.Module], length: int) -> None:
 
 
 def test_longer_sequences_have_no_more_ops() -> None:
-    short, long = (_analysed(looping.Blocks, length)[2].folded.segments for length in (64, 256))
+    short, long = (_analysed(looping.Blocks, length)[2].folded.segments for length in (128, 256))
     assert [len(g.nodes) for g in short.values()] == [len(g.nodes) for g in long.values()]
 
 
 def test_another_batch() -> None:
     """A model with more sequences has the loops of one that was captured with as many."""
-    few, many = (analyse(capture(looping.Blocks().double(), (), loop_inputs(48, n))) for n in (3, 12))
+    few, many = (analyse(capture(looping.Blocks().double(), (), loop_inputs(80, n))) for n in (3, 12))
     scaled = with_batch(few.model, 12).folded
     for name, graph in many.folded.segments.items():
         for one, other in zip(scaled.segments[name].nodes, graph.nodes, strict=True):
