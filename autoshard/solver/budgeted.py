@@ -143,15 +143,16 @@ def _begin(
             return minimise(net, order, limits)
         return minimise_pruned(net.weighted(price), limits, familiar)
 
+    # that nothing fits is known far sooner than what is fastest
+    leanest = _point(meter, least_memory(net, meter, budget, limits))
+    if leanest.held > budget:
+        states = descend(net, leanest.states, leanest.held)
+        raise InfeasibleNetwork(_point(meter, states).held, net.original(states), budget)
     fastest = priced.at(limits, (), free)
     assert fastest.states is not None
     fast = _point(meter, fastest.states)
     if fast.held <= budget:
         return Budgeted(fast.states, fastest.lower_bound, fastest.method, 0, is_fastest=True)
-    leanest = _point(meter, least_memory(net, meter, budget, limits))
-    if leanest.held > budget:
-        states = descend(net, leanest.states, leanest.held)
-        raise InfeasibleNetwork(_point(meter, states).held, net.original(states), budget)
     dual = _search_multiplier(net, meter, order, fast, fastest.lower_bound, leanest, budget, limits, priced)
     return Begun(dual, _improved(net, meter, dual, budget))
 

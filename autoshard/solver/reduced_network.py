@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autoshard.solver.budgeted import Begun, Priced
 from autoshard.solver.elimination_order import Order, find_order
+from autoshard.solver.network import InfeasibleNetwork
 from autoshard.solver.prune import Residual
 
 
@@ -52,8 +53,10 @@ class Reduced:
 @dataclass
 class Reduction:
     """A place for it. made: None before the network was pruned. begun: searches in it, by their budget.
-    priced: what they found at prices."""
+    priced: least costs at prices of a byte. least: the assignment of least memory, None before a budget was
+    too small."""
 
     made: Reduced | None = None
     begun: dict[float, Begun] = field(default_factory=dict)
     priced: Priced = field(default_factory=Priced)
+    least: InfeasibleNetwork | None = None

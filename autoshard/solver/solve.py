@@ -144,6 +144,9 @@ def _within(
 ) -> _Answer:
     """Within the budget; most variables are decided by pruning, and left out of the search."""
     reduction = reduction or Reduction()
+    least = reduction.least
+    if least is not None and budget < least.smallest_bytes:
+        raise InfeasibleNetwork(least.smallest_bytes, least.states, budget)
     if reduction.made is None:
         reduction.made = Reduced.of(_pruned(_whole(network)))
     net = reduction.made
@@ -152,7 +155,8 @@ def _within(
         held = minimise_within(net.small, net.order, budget_, limits, begun, priced)
     except InfeasibleNetwork as error:
         states = net.whole(error.states)
-        raise InfeasibleNetwork(network.bytes_of(states), states, budget) from None
+        reduction.least = InfeasibleNetwork(network.bytes_of(states), states, budget)
+        raise reduction.least from None
     return _Answer(
         net.whole(net.small.original(held.states)),
         held.lower_bound + net.seconds,

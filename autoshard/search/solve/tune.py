@@ -88,7 +88,14 @@ class _Tuning:
         if not self.solutions:
             # says what is missing, with the least memory that any placements need
             everything = self.bare.recomputing("full")
-            return place(self.problem, everything, self.budget, allowed=self.allowed)
+            return place(
+                self.problem,
+                everything,
+                self.budget,
+                allowed=self.allowed,
+                over=self.free,
+                networks=self.networks,
+            )
         last = self._final(min(self.solutions, key=_order))
         for other in self._baselines(last) if self.small else ():
             last = min(last, self._final(other), key=_order)
