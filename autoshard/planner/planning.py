@@ -298,7 +298,8 @@ class PlanningRequest:
             self.progress(f"planning with {text}")
             if rows != tiled.tile_rows:
                 tiled = replace(source, tile_rows=rows)
-                tiled_analysis, searches = tiled.analysed(self.progress), Searches()
+                tiled_analysis = tiled.analysed_from(analysis.captured, self.progress)
+                searches = Searches()
             try:
                 result = request._of_any_batch(tiled, tiled_analysis, searches)
             except InfeasibleError as error:
