@@ -182,3 +182,15 @@ class Broadening(_Mixed):
             state = torch.tanh(state + q[:, i])
             outs.append(state)
         return self.loss(torch.stack(outs, 1), labels)
+
+
+class TwoBeginnings(_Mixed):
+    """One value in every step but the first, which begins with two."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.parts(x)
+        one, two, outs = q[:, 0], k[:, 0], []
+        for i in range(x.shape[1]):
+            one = two = torch.tanh(one * 0.5 + v[:, i]) * torch.sigmoid(two)
+            outs.append(one)
+        return self.loss(torch.stack(outs, 1), labels)

@@ -120,7 +120,7 @@ def _in_blocks(graph: Graph, least: int) -> Graph:
     types, taken = graph.types(), set(graph.types())
     blocks = {n.name: b for n in graph.nodes if n.op == _SLICE and (b := _block_of(n, types)) is not None}
     reads = Counter((n.args[0].name, blocks[n.name].kind) for n in graph.nodes if n.name in blocks)
-    whole: dict[tuple[str, tuple[int, int]], Ref] = {}
+    blocked: dict[tuple[str, tuple[int, int]], Ref] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
         steps = Steps(node, lambda: fresh("blocks", taken, "of"))
@@ -129,10 +129,10 @@ def _in_blocks(graph: Graph, least: int) -> Graph:
             key = source.name, block.kind
             count = block.count(types[source.name].shape)
             if reads[key] >= least and count:
-                if key not in whole:
+                if key not in blocked:
                     type_ = _cut(types[source.name], block, count)
-                    whole[key] = steps.add(_RESHAPE, (source, type_.shape), type_)
-                steps.add(SELECT, (whole[key], block.dim, block.index), first_type(node), out=node.name)
+                    blocked[key] = steps.add(_RESHAPE, (source, type_.shape), type_)
+                steps.add(SELECT, (blocked[key], block.dim, block.index), first_type(node), out=node.name)
         elif node.op == _CAT and len(node.args[0]) >= least:
             parts = {types[ref.name] for ref in node.args[0]}
             type_, dim = first_type(node), node.arg(1, "dim", 0) % len(first_type(node).shape)

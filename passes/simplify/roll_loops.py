@@ -27,6 +27,8 @@ from autoshard.torch_adapters.random_ops import is_random
 
 #: steps of a loop at least
 LEAST = 16
+#: ways to cut a run into steps that are tried, those that carry least first
+_SHIFTS = 4
 _ADD, _SLICE = "aten.add.Tensor", "aten.slice.Tensor"
 _VIEWS = RESHAPES | TRANSPOSES | UNIT_DIMS | ALIASES | {SELECT}
 
@@ -215,25 +217,25 @@ class _NotALoopError(Exception):
 class _Given:
     """What every step of a loop is given at one place: ``kind`` in, carry, same or slice.
 
-    made: (number of the node in a step, of its output) of what is made in this step or the one before it.
+    maker: (number of the node in a step, of its output) of what this step or the one before it makes.
     source: the value that is the same, is carried into the first step, or is read in slices.
     """
 
     kind: str
-    made: tuple[int, int] = (0, 0)
+    maker: tuple[int, int] = (0, 0)
     source: str = ""
     where: StepSlice | None = None
 
 
 @dataclass
 class _Loop:
-    """A run cut into steps. begin: the first node. made: value -> its number among the nodes and outputs."""
+    """A run cut into steps. begin: the first node. makers: value -> (number of its node, of the output)."""
 
     graph: Graph
     begin: int
     period: int
     steps: int
-    made: Mapping[str, tuple[int, int]]
+    makers: Mapping[str, tuple[int, int]]
     selects: Mapping[str, tuple[str, int, int]]
     given: dict[tuple[int, int], _Given] = field(default_factory=dict)
 
@@ -248,7 +250,8 @@ class _Loop:
                 source, dim, index = node.args
                 shape = types[source.name].shape
                 selects[node.name] = source.name, dim % len(shape), index % shape[dim]
-        for shift in sorted(range(run.period), key=lambda r: (_carried(graph, run, r, made), r)):
+        shifts = sorted(range(run.period), key=lambda r: (_carried(graph, run, r, made), r))
+        for shift in shifts[:_SHIFTS]:
             for first, last in ((0, 0), (1, 0), (0, 1), (1, 1)):
                 begin = run.begin + shift + first * run.period
                 steps = (run.end - begin) // run.period - last
@@ -260,8 +263,6 @@ class _Loop:
                 except _NotALoopError:
                     continue
                 return loop if any(g.kind == "slice" for g in loop.given.values()) else None
-            if shift > 3:
-                break
         return None
 
     def node(self, number: int, step: int) -> Node:
@@ -284,8 +285,11 @@ class _Loop:
                 self.given[number, place] = self._given([each[place] for each in names], number)
             if nodes[0].op == SELECT:
                 self._wire_select(number, nodes)
-        carried = {given.made[0] for given in self.given.values() if given.kind == "carry"}
-        if any(self.given[k, 0].kind == "slice" for k in carried if self.node(k, 0).op == SELECT):
+        carried = {given for given in self.given.values() if given.kind == "carry"}
+        numbers = [given.maker[0] for given in carried]
+        if len({given.maker for given in carried}) < len(carried):  # a value begins as two
+            raise _NotALoopError
+        if any(self.given[k, 0].kind == "slice" for k in numbers if self.node(k, 0).op == SELECT):
             raise _NotALoopError
 
     def _wire_select(self, number: int, nodes: Sequence[Node]) -> None:
@@ -302,7 +306,7 @@ class _Loop:
 
     def _place(self, name: str) -> tuple[int, int, int] | None:
         """(step, number of the node in it, of the output), None outside of the loop."""
-        at, out = self.made.get(name, (-1, 0))
+        at, out = self.makers.get(name, (-1, 0))
         if not self.begin <= at < self.end:
             return None
         step, number = divmod(at - self.begin, self.period)
@@ -386,7 +390,7 @@ class _Rolling:
         self.nodes = [n for k in range(loop.period) if (n := self._inner(k)) is not None]
         #: value of the loop -> the steps (its number, name outside) whose one is used outside
         self.used = self._used()
-        self.carried = {given.made: name for given, name in self.known.items() if given.kind == "carry"}
+        self.carried = {given.maker: name for given, name in self.known.items() if given.kind == "carry"}
 
     def _inner(self, number: int) -> Node | None:
         """A node of the body; None where a step only reads a slice, which it is given."""
@@ -400,7 +404,7 @@ class _Rolling:
     def _name(self, given: _Given) -> str:
         """What the body calls a value."""
         if given.kind == "in":
-            number, out = given.made
+            number, out = given.maker
             node = self.loop.node(number, 0)
             inner = self.loop.given.get((number, 0))
             if node.op == SELECT and inner is not None and inner.kind == "slice":

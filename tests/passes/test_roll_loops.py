@@ -71,7 +71,8 @@ def test_equal_to_eager(model: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "length", "loops"), [(looping.Growing, 80, 2), (looping.Broadening, 40, 2)]
+    ("model", "length", "loops"),
+    [(looping.Growing, 80, 2), (looping.Broadening, 40, 2), (looping.TwoBeginnings, 40, 2)],
 )
 def test_steps_of_other_types(model: type[nn.Module], length: int, loops: int) -> None:
     """Nodes that read slices equally far apart may make other things; so may the first step."""
